@@ -23,6 +23,7 @@ class Fact(Enum):
 
     PATH = "names a file or folder, whose path may differ between machines (`parallel.same_paths`)"
     FIXED = "cannot change when a run is resumed: it would be another run, or the change would have no effect"
+    MICRO_BATCH = "sizes micro-batches; cannot change on resuming, unless `batch.update_tokens` says what an update has"
     MOMENTS = "decides what the optimizer keeps; cannot change on resuming if that would change"
     LOSS_SCALE = "begins the loss scale; cannot change when a run that has one is resumed"
     EPOCH = "of the training text: decides which sentences an epoch has; cannot change on resuming"

@@ -340,14 +340,35 @@ class Vocab(Section):
     """At most this many sentences of the training text are read for training the vocabulary."""
 
 
+LEAST_SHARES = 8  # micro-batches that an update of a fixed size has at least, over all processes
+
+
 class Batch(Section):
     """The micro-batches."""
 
-    tokens: Annotated[Count, Fact.FIXED] = 4096
+    tokens: Annotated[Count, Fact.MICRO_BATCH] = 4096
     """Size of a micro-batch: its sentences times its longest sentence, on either side, padding included; above
     `data.filters.max_tokens`."""
     accumulation: Annotated[int, Field(ge=1, le=2**16)] = 1
     """Micro-batches per process and update."""
+    update_tokens: Annotated[Count | None, Fact.FIXED] = None
+    """Target tokens of an update, about, whatever the number of processes and the size of a micro-batch; it is divided
+    into 8 micro-batches or more. null: `accumulation` says how large an update is."""
+
+    def faults(self) -> Iterator[Fault]:
+        if self.update_tokens is not None and self.accumulation > 1:
+            yield Fault(("accumulation",), f"accumulation is {self.accumulation}, but update_tokens ({self.update_tokens}) already "
+                        "says how large an update is; remove one of the two")
+
+    def entries(self, ranks: int) -> int:
+        """Entries of the plan that an update of so many data-parallel ranks takes."""
+        return ranks * self.accumulation if self.update_tokens is None else 1
+
+    def per_rank(self, ranks: int) -> int:
+        """Micro-batches per data-parallel rank and update; with `update_tokens` an estimate."""
+        if self.update_tokens is None:
+            return self.accumulation
+        return -(-max(LEAST_SHARES, -(-self.update_tokens // self.tokens)) // ranks)
 
 
 class Shape(NamedTuple):

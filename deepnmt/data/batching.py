@@ -4,6 +4,9 @@ A plan is a pure function of (lengths, token budget, seed, epoch, window). So ev
 a position in training is (epoch, micro-batch). The order is the same on every machine: all sorts are stable, and random
 numbers are the raw output of a bit generator, which NumPy guarantees not to change between versions.
 
+With `batch.update_tokens` the plan does not depend on the size of a micro-batch: it says which sentences an update has,
+a position is (epoch, update), and each update is divided into micro-batches for the processes that there are.
+
 A text in one piece is one window. One in shards has several an epoch (see `windows.py`); the number of a micro-batch is
 then that of its window times `WINDOW`, plus its number in it, so that no other window has to be planned to find it.
 """
@@ -20,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from deepnmt.batch import TRANSLATION, Batch
+from deepnmt.config.sections import LEAST_SHARES
 from deepnmt.data.arrays import Indices, Lengths, Tokens
 from deepnmt.device import upload
 from deepnmt.errors import UserError
@@ -30,6 +34,7 @@ from deepnmt.tokens import BOS, EOS, PAD
 # parliament speeches, with 1,024 to 8,192 tokens a micro-batch, the padding with 1.5 is within 0.9 percentage points of
 # the best of ten values between 0.5 and 20.
 GROUPS = 1.5
+FULL = 0.98  # how full the planned micro-batches of an update of a fixed size are, on the longer side
 WINDOW = 1 << 20  # micro-batches that a window of several may have; (epoch, number) then is a key of 62 bits
 
 
@@ -47,11 +52,23 @@ class EpochPlan:
         order: int64 [N], sentence indices.
         starts: int64 [M+1]; micro-batch m is order[starts[m]:starts[m+1]].
         waste: the share of padding in all positions of both sides, from 0 to 1.
+        updates: into how many updates of a fixed size the micro-batches go, equally many into each; 0: no such.
     """
 
     order: Indices
     starts: Indices
     waste: float
+    updates: int = 0
+
+    @property
+    def entries(self) -> int:
+        """What is counted in training: updates of a fixed size, else micro-batches."""
+        return self.updates or len(self)
+
+    def update(self, number: int) -> list[Indices]:
+        """The micro-batches of an update of a fixed size."""
+        first, last = (len(self) * end // self.updates for end in (number, number + 1))
+        return [self[m] for m in range(first, last)]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -79,9 +96,7 @@ def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: in
         UserError: a sentence is longer than `tokens`.
     """
     longer = np.maximum(src_lengths, trg_lengths)
-    if len(longer) and int(longer.max()) > tokens:
-        raise UserError(f"batch.tokens is {tokens}, but a training sentence has {int(longer.max())} tokens; set "
-                        f"batch.tokens to {int(longer.max())} or more, or data.filters.max_tokens lower")
+    check_longest(longer, tokens)
     seeds = [(seed, epoch, purpose, *((window, 5) if window else ())) for purpose in range(3)]
     shuffled = random_order(len(longer), *seeds[0])
     by_target = shuffled[np.argsort(trg_lengths[shuffled], kind="stable")]
@@ -97,6 +112,56 @@ def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: in
     starts = _batch_starts(longer[order], tokens)
     waste = _waste(src_lengths[order], trg_lengths[order], starts)
     return EpochPlan(*_shuffle(order, starts, random_order(len(starts) - 1, *seeds[2])), waste)
+
+
+def check_longest(lengths: Lengths, tokens: int) -> None:
+    """Raises `UserError` if a sentence is longer than a micro-batch of so many tokens."""
+    longest = int(lengths.max(initial=0))
+    if longest > tokens:
+        raise UserError(f"batch.tokens is {tokens}, but a training sentence has {longest} tokens; set "
+                        f"batch.tokens to {longest} or more, or data.filters.max_tokens lower")
+
+
+def plan_updates(src_lengths: Lengths, trg_lengths: Lengths, update_tokens: int, seed: int, epoch: int, window: int = 0
+                 ) -> EpochPlan:
+    """The plan of an epoch, or of a window of it, for updates of about `update_tokens` target tokens each.
+
+    An update has `LEAST_SHARES` micro-batches of `plan_epoch`, of sentences of similar length each, give or take one
+    where the text is short. `share_out` divides or joins them for the processes.
+    """
+    longer = np.maximum(src_lengths, trg_lengths)
+    updates = int(trg_lengths.sum(dtype=np.int64)) / update_tokens
+    tokens = round(int(longer.sum(dtype=np.int64)) / (FULL * LEAST_SHARES * updates))
+    plan = plan_epoch(src_lengths, trg_lengths, max(tokens, int(longer.max())), seed, epoch, window)
+    equal = len(plan) / LEAST_SHARES
+    if abs(equal - updates) < updates / 16:
+        updates = equal
+    return replace(plan, updates=min(len(plan), max(1, round(updates))))
+
+
+def share_out(groups: Sequence[Indices], src_lengths: Lengths, trg_lengths: Lengths, tokens: int, world: int
+              ) -> tuple[EpochPlan, int]:
+    """An update as micro-batches for `world` ranks, and how many micro-batches each rank has.
+
+    The groups, of sentences of similar length, are joined in the order of their lengths and split anew: into a multiple
+    of `LEAST_SHARES` where that suits `world`, so that few micro-batches are of two groups; and so that the largest is
+    as small as can be, since all ranks wait for it. No micro-batch is above `tokens`. There may be fewer micro-batches
+    than the ranks have together if the update has few sentences.
+    """
+    def longest(group: Indices) -> int:
+        return max(int(src_lengths[group].max()), int(trg_lengths[group].max()))
+
+    rows = np.concatenate(sorted(groups, key=longest))
+    lengths = np.maximum(src_lengths[rows], trg_lengths[rows])
+    step = LEAST_SHARES // world if LEAST_SHARES % world == 0 else 1
+    needed = max(LEAST_SHARES, len(_batch_starts(lengths, tokens)) - 1)
+    each = -(-needed // (world * step)) * step
+    size = max(int(lengths.max()), int(lengths.sum()) // (each * world))
+    starts = _batch_starts(lengths, min(size, tokens))
+    while len(starts) - 1 > each * world:
+        size += -(-size // 50)
+        starts = _batch_starts(lengths, min(size, tokens))
+    return EpochPlan(rows, starts, _waste(src_lengths[rows], trg_lengths[rows], starts)), each
 
 
 def plan_eval(src_lengths: Lengths, trg_lengths: Lengths, tokens: int) -> EpochPlan:
@@ -138,7 +203,8 @@ def _shuffle(order: Indices, starts: Indices, permutation: Indices) -> tuple[Ind
 
 @dataclass(frozen=True)
 class Position:
-    """A position in the endless sequence of epochs: the next micro-batch is number `index` of `epoch`, both from 0."""
+    """A position in the endless sequence of epochs: the next micro-batch, or the next update of a fixed size, is number
+    `index` of `epoch`, both from 0."""
 
     epoch: int
     index: int
@@ -226,17 +292,20 @@ class Stream:
 
     mixture: Stages | None = None  # of the text, which then depends on it
 
-    def __init__(self, text: Text, tokens: int, seed: int, rows: Callable[[int], Indices] | None = None) -> None:
+    def __init__(self, text: Text, tokens: int, seed: int, rows: Callable[[int], Indices] | None = None,
+                 update_tokens: int | None = None) -> None:
         """Raises `UserError` if the text is empty.
 
         Args:
             tokens: the budget of a micro-batch.
             rows: from an epoch to the numbers of its sentences, for a text of one window; by default an epoch has each
                 sentence once.
+            update_tokens: target tokens of an update of a fixed size; None: an update has `count` micro-batches.
         """
         if len(text) == 0:
             raise UserError(f"the {text.name} text has 0 sentences; give another corpus, or loosen data.filters")
         self._text, self._tokens, self._seed, self._rows = text, tokens, seed, rows
+        self._update_tokens, self._shared_waste = update_tokens, 0.0
         self._at: tuple[int, int] | None = None
         self._ahead: dict[tuple[int, int], Future[Page]] = {}
         self._background = ThreadPoolExecutor(1, "plan")
@@ -259,19 +328,20 @@ class Stream:
         return self._page(epoch, window).plan
 
     def epoch_size(self, epoch: int) -> int:
-        """The number of micro-batches in an epoch; with sampled segmentations it differs between epochs. It is
-        estimated from the window at hand if there are several."""
-        return len(self._some(epoch).plan) * self._text.windows(epoch)
+        """The number of micro-batches in an epoch, or of updates of a fixed size; with sampled segmentations it differs
+        between epochs. It is estimated from the window at hand if there are several."""
+        return self._some(epoch).plan.entries * self._text.windows(epoch)
 
     def waste(self, epoch: int) -> float:
-        """The share of padding in an epoch, or in a window of it, from 0 to 1."""
-        return self._some(epoch).plan.waste
+        """The share of padding in an epoch, or in a window of it, or in the last update of a fixed size, from 0 to
+        1."""
+        return self._shared_waste or self._some(epoch).plan.waste
 
     def passes(self, position: Position) -> float:
         """Passes over the training text before a position; within a window that is not at hand, estimated from the one
         that is."""
         window, index = self._place(position.epoch, position.index)
-        size = len(self._some(position.epoch, window).plan)
+        size = self._some(position.epoch, window).plan.entries
         return position.epoch + (window + min(1.0, index / size)) / self._text.windows(position.epoch)
 
     def sentences(self, epoch: int, index: int) -> tuple[Sentences, Indices]:
@@ -281,32 +351,53 @@ class Stream:
         return page.sentences, page.plan[number]
 
     def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
-        """Micro-batch `index` of `epoch`; its key is unique in a run."""
-        return collate(*self.sentences(epoch, index), (epoch << 32) + index, device)
+        """Micro-batch `index` of the plan of `epoch`; its key is unique in a run."""
+        return self.collate(*self.sentences(epoch, index), (epoch << 32) + index, device)
+
+    def collate(self, sentences: Sentences, rows: Indices, key: int, device: torch.device) -> Batch:
+        """The micro-batch of some sentences. Without any it is one whose loss is 0, for a rank that must compute as
+        many micro-batches as the others."""
+        return collate(sentences, rows, key, device)
 
     def update(self, position: Position, count: int, rank: int, world: int, device: torch.device) -> Update:
-        """The next `count` micro-batches from `position` on, dealt out to `world` ranks in turn.
+        """The next `count` micro-batches from `position` on, dealt out to `world` ranks in turn. Of updates of a fixed
+        size it is the next `count`, each divided among the ranks.
 
-        An update may span the end of an epoch.
+        An update may span the end of an epoch, but for one of a fixed size.
 
         Raises:
             UserError: the epoch has fewer micro-batches than `position.index`: data or `batch.tokens` have changed.
         """
         window, index = self._place(position.epoch, position.index)
-        if window >= self._text.windows(position.epoch) or index > len(self.plan(position.epoch, window)):
+        if window >= self._text.windows(position.epoch) or index > self.plan(position.epoch, window).entries:
             raise UserError(f"training stopped at micro-batch {position.index} of epoch {position.epoch}, which now "
                             f"has {self.epoch_size(position.epoch)}; resume with the data and batch.tokens the run "
                             "began with")
         passes = self.passes(position)
-        batches, tokens = [], 0
-        for number in range(count):
+        batches, tokens, number = [], 0, 0
+        for _ in range(count):
             position = self._next(position)
-            sentences, rows = self.sentences(position.epoch, position.index)
-            tokens += int(sentences.trg_lengths[rows].sum())
-            if number % world == rank:
-                batches.append(self.batch(position.epoch, position.index, device))
+            sentences, entry = self._entry(position, world)
+            for key, rows in entry:
+                tokens += int(sentences.trg_lengths[rows].sum())
+                if number % world == rank:
+                    batches.append(self.collate(sentences, rows, key, device))
+                number += 1
             position = Position(position.epoch, position.index + 1)
         return Update(batches, tokens, passes, self._next(position))
+
+    def _entry(self, position: Position, world: int) -> tuple[Sentences, list[tuple[int, Indices]]]:
+        """Keys and sentences of the micro-batch at a position, or of all those of the update of a fixed size."""
+        window, index = self._place(position.epoch, position.index)
+        sentences, plan = self._page(position.epoch, window)
+        key = (position.epoch << 32) + position.index
+        if not plan.updates:
+            return sentences, [(key, plan[index])]
+        shares, each = share_out(plan.update(index), sentences.src_lengths, sentences.trg_lengths, self._tokens, world)
+        self._shared_waste = shares.waste
+        none = shares.order[:0]
+        return sentences, [((key << 16) + number, shares[number] if number < len(shares) else none)
+                           for number in range(each * world)]
 
     def _place(self, epoch: int, index: int) -> tuple[int, int]:
         """The window of a micro-batch, and its number there."""
@@ -315,7 +406,7 @@ class Stream:
     def _next(self, position: Position) -> Position:
         """The position itself, or where the next window begins if its own has ended."""
         window, index = self._place(position.epoch, position.index)
-        if index < len(self.plan(position.epoch, window)):
+        if index < self.plan(position.epoch, window).entries:
             self._plan_ahead(*self._after(position.epoch, window))
             return position
         epoch, window = self._after(position.epoch, window)
@@ -343,11 +434,15 @@ class Stream:
     def _make(self, epoch: int, window: int) -> Page:
         sentences = self._text.window(epoch, window)
         lengths = sentences.src_lengths, sentences.trg_lengths
-        if self._rows is None:
+        rows = None if self._rows is None else self._rows(epoch)
+        if rows is not None:
+            lengths = lengths[0][rows], lengths[1][rows]
+        if self._update_tokens is None:
             plan = plan_epoch(*lengths, self._tokens, self._seed, epoch, window)
         else:
-            rows = self._rows(epoch)
-            plan = plan_epoch(lengths[0][rows], lengths[1][rows], self._tokens, self._seed, epoch)
+            check_longest(np.maximum(*lengths), self._tokens)
+            plan = plan_updates(*lengths, self._update_tokens, self._seed, epoch, window)
+        if rows is not None:
             plan = replace(plan, order=rows[plan.order])
         if self._text.windows(epoch) > 1 and len(plan) > WINDOW:
             raise UserError(f"a window has {len(plan)} micro-batches, but at most {WINDOW} can be numbered; set "
@@ -356,14 +451,18 @@ class Stream:
 
 
 def collate(split: Sentences, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
-    """The sentences `indices` (at least one) of a split as one micro-batch, in this order, padded on the right.
+    """The sentences `indices` of a split as one micro-batch, in this order, padded on the right; none are one sentence
+    whose target is a pad token, which does not count.
 
     Its tensors: src [B, S], pieces + eos; src_lengths [B], including eos; trg_in [B, T], bos + pieces; trg_out [B, T],
     pieces + eos.
     """
     rows = np.asarray(indices, dtype=np.int64)
-    src, src_lengths = split.sources.with_eos(rows)
-    trg_out, trg_lengths = split.targets.with_eos(rows)
+    if len(rows):
+        src, src_lengths = split.sources.with_eos(rows)
+        trg_out, trg_lengths = split.targets.with_eos(rows)
+    else:
+        src, src_lengths, trg_out, trg_lengths = (np.array(one) for one in ([[EOS]], [1], [[PAD]], [0]))
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
     tensors = (upload(torch.from_numpy(array), device) for array in (src, src_lengths, trg_in, trg_out))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +115,7 @@ def _apportion(shares: npt.NDArray[np.float64], total: int) -> list[int]:
 def training_stream(recipe: Recipe, data: PreparedData, kind: Callable[..., Stream] = Stream) -> Stream:
     """The micro-batches of a recipe's training text, in a stream of this kind. Raises `UserError` if it is empty."""
     mixture, train = Mixture.of(recipe, data.corpora("train")), data.train
+    kind = partial(kind, update_tokens=recipe.batch.update_tokens)
     if isinstance(train, ShardedText):
         stream = kind(Windows(train, mixture, recipe.seed, recipe.data.window_pairs), recipe.batch.tokens, recipe.seed)
     elif not mixture.mixes and mixture.counts() == mixture.sizes:

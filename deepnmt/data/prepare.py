@@ -127,8 +127,9 @@ def _report(recipe: Recipe, texts: dict[str, Corpus]) -> None:
         print_status(f"warning: {overlap:,} of {train['read']:,} training pairs have a sentence of the validation or a "
                      "test text; to leave them out, set data.filters.drop_overlap=true")
     stream = training_stream(recipe, data)
-    print_status(f"an epoch is {stream.epoch_size(0):,} micro-batches of up to {recipe.batch.tokens:,} tokens a side; "
-                 f"{stream.waste(0):.1%} of the positions are padding")
+    kind = (f"micro-batches of up to {recipe.batch.tokens:,} tokens a side" if recipe.batch.update_tokens is None else
+            f"updates of about {recipe.batch.update_tokens:,} target tokens")
+    print_status(f"an epoch is {stream.epoch_size(0):,} {kind}; {stream.waste(0):.1%} of the positions are padding")
 
 
 def _warn_of_exchanged(recipe: Recipe, name: str, text: Corpus) -> None:

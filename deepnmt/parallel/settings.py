@@ -120,13 +120,15 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             f"evenly among {stages} stages; start a multiple of {stages}, or set it to one of {near}"
         )
     data_parallel = data_ranks(recipe, world)
+    # an update of a fixed size has each time as many as it needs; DeepSpeed only asks whether there may be several
+    accumulation = recipe.batch.accumulation if recipe.batch.update_tokens is None else 2
     tree = _read(path)
     faults = [f"{key} must be written: {why}" for key, why in _REQUIRED.items() if _get(tree, key) is None]
     _choose_precision(tree, precision, faults)
     owned: dict[str, tuple[str, float]] = {
         "train_micro_batch_size_per_gpu": ("batch", 1),
-        "gradient_accumulation_steps": ("batch.accumulation", recipe.batch.accumulation),
-        "train_batch_size": ("batch", recipe.batch.accumulation * data_parallel),
+        "gradient_accumulation_steps": ("batch.accumulation", accumulation),
+        "train_batch_size": ("batch", accumulation * data_parallel),
         "gradient_clipping": ("train.clip", recipe.train.clip),
         "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
         "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),

@@ -110,7 +110,7 @@ def memory_estimate(
     put_together = parameters if processes > 1 and not in_shards(recipe, parameters, processes) else 0
     if partition is not None:
         parameters = max(map(partition.parameters, range(partition.stages)))
-        in_flight = min(partition.stages, recipe.batch.accumulation)
+        in_flight = min(partition.stages, recipe.batch.per_rank(layout.data_ranks))
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
         activations *= share_of_layers
     copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
@@ -198,6 +198,15 @@ def disk_note(recipe: Recipe, parameters: int) -> str:
             "or set run to another disk")
 
 
+def _update_size(recipe: Recipe, ranks: int) -> str:
+    batch = recipe.batch
+    if batch.update_tokens is not None:
+        return (f"about {batch.update_tokens:,} of the target ({ranks} process(es) x about {batch.per_rank(ranks)} "
+                f"micro-batch(es) of at most {batch.tokens})")
+    return (f"{batch.tokens * batch.accumulation * ranks:,} at most, padding included ({ranks} process(es) x "
+            f"{batch.accumulation} micro-batch(es) x {batch.tokens})")
+
+
 def describe(recipe: Recipe, card: str | None = None) -> str:
     """The resolved recipe and the figures of its run, for the processes that were started, at least one for each
     pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size. `card`: a name in
@@ -232,8 +241,8 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
         train = data.split("train")
         ratio = train.source_per_target
         stream = training_stream(recipe, data)
-        per_update = data_parallel * recipe.batch.accumulation
-        epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
+        updates = stream.epoch_size(0) / recipe.batch.entries(data_parallel)
+        epoch = f"{updates:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)
     partition = partition_of(recipe, *sizes, ratio) if stages else None
     needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)
@@ -247,8 +256,7 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
         "model": f"{model.depths}, {' / '.join(model.block_names)}, "
         f"width {' / '.join(widths)}",
         "parameters": f"{parameters:,}",
-        "tokens per update": f"{recipe.batch.tokens * recipe.batch.accumulation * data_parallel:,} at most, padding "
-        f"included ({data_parallel} process(es) x {recipe.batch.accumulation} micro-batch(es) x {recipe.batch.tokens})",
+        "tokens per update": _update_size(recipe, data_parallel),
         "updates per epoch": epoch,
         "memory per process": f"about {sum(needed.values()) / 2**20:,.0f} MiB + libraries ({memory_parts})",
         "layout": name,
@@ -267,7 +275,9 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
             if largest else f"none fits on {card}, {CARDS[card]} GiB; lower model.width or its layers")
     if (card or _device() == "cuda") and recipe.batch.tokens < _BUSY:
         rows["small micro-batch"] = (f"batch.tokens ({recipe.batch.tokens:,}) is below {_BUSY:,}: a fast GPU waits for "
-                                     "the host to launch its kernels; set it higher, and batch.accumulation lower")
+                                     "the host to launch its kernels; set it higher, and "
+                                     + ("batch.accumulation lower" if recipe.batch.update_tokens is None else
+                                        "batch.update_tokens too"))
     state = 4 * parameters * (1 + len(moment_names(recipe))) / 1e6
     rows["checkpoints"] = (
         f"in {world} shard(s) of {state / world:,.0f} MB; each process holds a copy of its own"
@@ -279,5 +289,5 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     width = max(map(len, rows))
     lines = [f"# {k:<{width}}  {v}" for k, v in rows.items()]
     if partition is not None:
-        lines += [f"# {line}" for line in partition.table(recipe.batch.accumulation).splitlines()]
+        lines += [f"# {line}" for line in partition.table(recipe.batch.per_rank(data_parallel)).splitlines()]
     return dump_recipe(recipe) + "\n" + "\n".join(lines)

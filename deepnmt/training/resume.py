@@ -182,6 +182,8 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
         begun = begun.model_copy(update={"plugins": recipe.plugins})
     changes = changed_settings(begun, recipe)
     fixed = [Fact.FIXED]
+    if recipe.batch.update_tokens is None:
+        fixed.append(Fact.MICRO_BATCH)
     if moment_names(begun) != moment_names(recipe):
         fixed.append(Fact.MOMENTS)
     if state.loss_scale is not None:
@@ -208,7 +210,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
     before = state.extra["processes"]
     if before != world:
         changes.append(Change("processes", before, world))
-    were, are = (data_ranks(of, count) * of.batch.accumulation for of, count in ((begun, before), (recipe, world)))
+    were, are = (of.batch.entries(data_ranks(of, count)) for of, count in ((begun, before), (recipe, world)))
     if were != are:
         changes.append(Change("micro-batches of an update", were, are))
     return changes

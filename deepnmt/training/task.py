@@ -29,7 +29,7 @@ class Epochs(Batches, Protocol):
     """Micro-batches, epoch after epoch."""
 
     def epoch_size(self, epoch: int) -> int:
-        """The number of micro-batches in an epoch, which may be an estimate."""
+        """The number of entries in an epoch, see `Stream.update`; it may be an estimate."""
 
     def passes(self, position: Position) -> float:
         """Epochs before a position."""

@@ -256,10 +256,10 @@ class Trainer:
         """Updates, and seconds of updates, that are left at most."""
         settings, state = self.recipe.train, self.state
         left = settings.updates - state.update
-        if settings.epochs is not None:  # later epochs may differ by a few micro-batches
+        if settings.epochs is not None:  # later epochs may differ by a few entries
             size = self.stream.epoch_size(state.position.epoch)
-            micro_batches = round((settings.epochs - self.stream.passes(state.position)) * size)
-            left = min(left, -(-micro_batches // (self.engine.data_world * self.recipe.batch.accumulation)))
+            entries = round((settings.epochs - self.stream.passes(state.position)) * size)
+            left = min(left, -(-entries // self.recipe.batch.entries(self.engine.data_world)))
         limit = math.inf if settings.max_seconds is None else settings.max_seconds
         return max(0, left), max(0.0, limit - state.seconds)
 

@@ -56,13 +56,13 @@ def updates(
     """Makes updates without end; counts each in `state`, then yields it. Collective.
 
     Args:
-        recipe: its accumulation, learning rate and `train.max_seconds` are used.
+        recipe: its batch, learning rate and `train.max_seconds` are used.
         hook: see `UpdateHook`.
         stop_requested: returns whether this process was asked to stop.
     """
     def take(position: Position) -> Update:
-        return batches.update(position, engine.data_world * recipe.batch.accumulation, engine.data_rank,
-                              engine.data_world, ranks.device)
+        return batches.update(position, recipe.batch.entries(engine.data_world), engine.data_rank, engine.data_world,
+                              ranks.device)
 
     dropped, ahead, stages = DroppedUpdates(), take(state.position), len(state.stages)
 

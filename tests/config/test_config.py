@@ -110,7 +110,7 @@ STAGED = {"a": {"src": "a.en", "trg": "a.de"}, "b": {"src": "b.en", "trg": "b.de
 FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"model__widht": 64}, ["model.widht: unknown setting; did you mean model.width?"]),
     ({"modle": {}}, ["modle: unknown setting; did you mean model?"]),
-    ({"batch__zzz": 1}, ["batch.zzz: unknown setting; known: tokens, accumulation"]),
+    ({"batch__zzz": 1}, ["batch.zzz: unknown setting; known: tokens, accumulation, update_tokens"]),
     ({"data__test__news": {"tsv": "a", "colums": [1, 2]}},
      ["data.test.news.colums: unknown setting; did you mean data.test.news.columns?"]),
     ({"model__width": "big"}, ["model.width: is 'big', must be a valid integer"]),
@@ -166,7 +166,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["model.encoder: streams (2) needs block: hyper or mhc, but block is admin; remove streams",
       "model.decoder: residual_blocks (4) needs block: block_attn_res, but block is admin; remove residual_blocks",
       "model.decoder: mix (identity) needs block: mhc, but block is admin; remove mix"]),
-    ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation"]),
+    ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation, update_tokens"]),
     ({"data__train__mtdata": ["a"], "data__train__sacrebleu": "wmt14/full"},
      ["data.train: give either 'mtdata' or 'sacrebleu', not both"]),
     ({"data__train__translated_by": "runs/a", "data__train__mtdata": ["a"]},

@@ -10,8 +10,18 @@ import torch
 from refusals import user_error
 
 from deepnmt.data.arrays import SideWriter, Split, variant_stem
-from deepnmt.data.batching import Position, Stream, collate, plan_epoch, plan_eval, random_order
+from deepnmt.data.batching import (
+    Position,
+    Stream,
+    collate,
+    plan_epoch,
+    plan_eval,
+    plan_updates,
+    random_order,
+    share_out,
+)
 from deepnmt.data.prepared import PreparedData, publish
+from deepnmt.tokens import PAD
 
 
 def _lengths(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -129,6 +139,50 @@ def test_stream_does_not_depend_on_the_size_of_updates_the_start_or_the_ranks(tm
     for rank, share in enumerate(shares):
         assert [b.key for b in share.batches] == [b.key for b in resumed.batches[rank::2]]
         assert (share.tokens, share.passes, share.next) == (resumed.tokens, resumed.passes, resumed.next)
+
+
+def test_an_update_of_a_fixed_size_has_the_same_sentences_for_any_ranks_and_micro_batches(tmp_path: Path) -> None:
+    split = _split(tmp_path)
+    total = int(split.trg_lengths.sum())
+    found: list[list[list[int]]] = []  # by stream: of each update the targets, as numbers of its sentences
+    for tokens, world in ((80, 1), (200, 1), (10**6, 1), (80, 2), (300, 3), (10**6, 4), (200, 16), (90, 64)):
+        streams = [Stream(split, tokens, seed=1, update_tokens=1000) for _ in range(world)]
+        count, position, seen = streams[0].epoch_size(0), Position(0, 0), 0
+        assert count == round(total / 1000)
+        keys: set[int] = set()
+        found.append([])
+        for _ in range(2 * count):
+            shares = [stream.update(position, 1, rank, world, CPU) for rank, stream in enumerate(streams)]
+            batches = [batch for share in shares for batch in share.batches]
+            assert len({len(share.batches) for share in shares}) == 1 and len(batches) >= 8
+            assert all(batch[side].numel() <= tokens for batch in batches for side in ("src", "trg_out"))
+            assert {(share.tokens, share.next) for share in shares} == {(shares[0].tokens, shares[0].next)}
+            assert sum(batch.tokens for batch in batches) == shares[0].tokens
+            assert 600 < shares[0].tokens < 1300
+            keys |= {batch.key for batch in batches}
+            seen += len(batches)
+            rows = [row for batch in batches if batch.tokens for row in batch["trg_out"].tolist()]
+            found[-1].append(sorted(tuple(piece for piece in row if piece != PAD) for row in rows))  # type: ignore
+            position = shares[0].next
+        assert len(keys) == seen and position == Position(2, 0)
+    assert all(other == found[0] for other in found)
+    assert found[0][:count] != found[0][count:] and sum(map(len, found[0][:count])) == len(split)
+    middle = Stream(split, 80, seed=1, update_tokens=1000).update(Position(1, 3), 1, 0, 1, CPU)
+    assert sum(batch.tokens for batch in middle.batches) == sum(map(len, found[0][count + 3]))
+    with user_error("batch.tokens is 20, but a training sentence has 57 tokens"):
+        Stream(split, 20, seed=1, update_tokens=1000).update(Position(0, 0), 1, 0, 1, CPU)
+
+
+def test_shares_of_an_update_are_equally_large_with_little_padding() -> None:
+    src, trg = _lengths(30000)
+    plan = plan_updates(src, trg, 8192, 1, 0)
+    sizes = [int(trg[np.concatenate(plan.update(number))].sum()) for number in range(plan.updates)]
+    assert sum(sizes) == int(trg.sum()) and np.mean(sizes) == pytest.approx(8192, rel=0.05)
+    assert np.std(sizes) < 0.06 * 8192
+    for world in (1, 2, 4, 8, 16):
+        shares = [share_out(plan.update(number), src, trg, 8192, world) for number in range(plan.updates)]
+        assert np.mean([share.waste for share, _ in shares]) < plan.waste + 0.015
+        assert all(len(share) == each * world for share, each in shares)
 
 
 def test_epochs_use_the_variants_in_turn(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.data.arrays import Indices
-from deepnmt.data.batching import Stream, Text
+from deepnmt.data.batching import Sentences, Stream
 from deepnmt.data.prepared import PreparedData
 from deepnmt.device import upload
 from deepnmt.extras.alignment.annotations import Links
@@ -24,12 +26,11 @@ def around(kind: Callable[..., Stream], recipe: Recipe, data: PreparedData) -> C
 class GuidedStream(Stream):
     """A stream whose micro-batches have the links of their pieces as `links`."""
 
-    def __init__(self, links: Links, text: Text, tokens: int, seed: int,
-                 rows: Callable[[int], Indices] | None = None) -> None:
-        super().__init__(text, tokens, seed, rows)
+    def __init__(self, links: Links, *stream: Any, **named: Any) -> None:
+        super().__init__(*stream, **named)
         self._links = links
 
-    def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
-        batch = super().batch(epoch, index, device)
-        links = self._links.of_pieces(*self.sentences(epoch, index))
+    def collate(self, sentences: Sentences, rows: Indices, key: int, device: torch.device) -> Batch:
+        batch = super().collate(sentences, rows, key, device)
+        links = self._links.of_pieces(sentences, rows) if len(rows) else np.zeros((4, 0), dtype=np.int64)
         return batch.with_tensors(links=upload(torch.from_numpy(links), device))

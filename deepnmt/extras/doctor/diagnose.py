@@ -263,7 +263,7 @@ def examine(
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
     clock.show("gradients in fp16")
-    first = half_zeros(model, batch, loss_scale(subject), recipe.batch.accumulation)
+    first = half_zeros(model, batch, loss_scale(subject), recipe.batch.per_rank(1))
     half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
     findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
     clock.show("the next update")
@@ -476,7 +476,7 @@ def loss_scale(subject: Subject) -> float:
 def working_scale(subject: Subject, half: HalfZeros) -> HalfZeros:
     """The measurement at the largest tried scale without overflow: that of `half`, a quarter of it and so on, down to
     the recipe's floor, much as a run halves its loss scale after each overflow."""
-    floor, accumulation = subject.recipe.loss_scale.floor, subject.recipe.batch.accumulation
+    floor, accumulation = subject.recipe.loss_scale.floor, subject.recipe.batch.per_rank(1)
     while not half.finite and half.scale > floor:
         half = half_zeros(subject.model, subject.batch, max(half.scale / 4, floor), accumulation)
     return half

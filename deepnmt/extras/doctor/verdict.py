@@ -178,7 +178,7 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
     Args:
         data_world: data-parallel ranks whose micro-batches go into one update.
     """
-    tokens = trial.micro_batch * recipe.batch.accumulation * data_world  # of an update
+    tokens = recipe.batch.update_tokens or trial.micro_batch * recipe.batch.entries(data_world)  # of an update
     rates = sum(learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates,
                               (number - 1) * tokens / trial.epoch) for number in range(1, updates + 1))
     norms, losses = trial.norms[-_END:], trial.losses[-_END - 1:]

@@ -159,7 +159,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.pipe = StageModule(recipe, stage_of(recipe, vocabs), partition)
         local = {name.removeprefix("stage."): p for name, p in self.pipe.named_parameters()}
         super().__init__(build_of(recipe, vocabs), recipe, ranks.device, layout, local)
-        self.ranks, self.micro_batches = ranks, recipe.batch.accumulation
+        self.ranks = ranks
         self.module = self._compute_module(self.pipe.stage, layout)
         self.pipe.compute_module = (self.module,)
         self.stages, self.stage = partition.stages, self.pipe.stage_id
@@ -212,7 +212,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._set_rate(rate)
         set_clock(self.module, self._applied + 1)
         # DeepSpeed averages over micro-batches and data-parallel ranks
-        self.pipe.scale = self._loss_factor * self.micro_batches * self.data_world / update_tokens
+        self.pipe.scale = self._loss_factor * len(batches) * self.data_world / update_tokens
         scale_used = self.scaler.cur_scale if self.scaler else 1.0
         self._reading = Reading(self.device, self.ranks.world, figures_of(self.module), flags)
         self._run(batches)
@@ -227,8 +227,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _run(self, batches: Sequence[Batch]) -> None:
         """Makes one update."""
-        if len(batches) != self.micro_batches:
-            raise ValueError(f"an update takes {self.micro_batches} micro-batches, but got {len(batches)}")
+        self.engine.set_train_batch_size(len(batches) * self.data_world)  # by its number of micro-batches
         self.pipe.train()  # the objective prepares other micro-batches then
         self.pipe.begin(batches)
         self.pipe.add = self._reading.add
@@ -238,7 +237,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _update_with_zero_gradients(self) -> None:
         """Takes one update with gradients of zero."""
         self.pipe.scale = 0.0
-        self._run([Transformer.smallest_batch(self.device)] * self.micro_batches)
+        self._run([Transformer.smallest_batch(self.device)])
 
     def _checked_step(self, lr_kwargs: Any) -> None:
         """The optimizer step without ZeRO: clips by the norm over all stages (DeepSpeed uses the first stage's alone)

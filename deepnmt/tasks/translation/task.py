@@ -50,7 +50,7 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, ini
     if profile is not None:
         ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
     if layout.stages and ranks.first:
-        print(partition_of(recipe, *sizes, ratio).table(recipe.batch.accumulation), flush=True)
+        print(partition_of(recipe, *sizes, ratio).table(recipe.batch.per_rank(layout.data_ranks)), flush=True)
     engine = start_engine(recipe, layout, sizes, ranks, profile, ratio, fresh)
     if trained is not None:
         engine.fill(trained)
