@@ -357,8 +357,8 @@ class Batch(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.update_tokens is not None and self.accumulation > 1:
-            yield Fault(("accumulation",), f"accumulation is {self.accumulation}, but update_tokens ({self.update_tokens}) already "
-                        "says how large an update is; remove one of the two")
+            yield Fault(("accumulation",), f"accumulation is {self.accumulation}, but update_tokens "
+                        f"({self.update_tokens}) already says how large an update is; remove one of the two")
 
     def entries(self, ranks: int) -> int:
         """Entries of the plan that an update of so many data-parallel ranks takes."""
