@@ -482,6 +482,37 @@ def data_at_scale(words: list[str]) -> None:
     print(as_table(measure(args.folder, args.window_pairs)))
 
 
+def peers(words: list[str]) -> None:
+    """Measure preparing a text and starting to train on it, beside fairseq and `datasets`."""
+    parser = plain_parser(
+        "peers",
+        "Prepares a text with deepnmt, and with fairseq and `datasets` if --peer names the Python of an environment\n"
+        "that has them: pairs a CPU second, memory and bytes a pair. With --pairs, what takes training to\n"
+        "its first micro-batch on made-up texts of so many pairs. What it writes into FOLDER is deleted.",
+        "python -m studies peers build/peers --src a.de --trg a.en --peer other/bin/python\n"
+        "python -m studies peers build/peers --pairs 1000000 100000000 --peer other/bin/python",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="made, and deleted at the end")
+    add_options(parser, ("--src", "FILE", Path, None, "plain text, a sentence a line"),
+                ("--trg", "FILE", Path, None, "its translation"), ("--workers", "N", int, [1, 2], "default 1 and 2"),
+                ("--peer", "PYTHON", Path, None, "the program of the environment with fairseq and datasets"),
+                ("--pairs", "N", int, [], "measure the start of training with so many pairs"),
+                ("--tokens", "N", int, 4096, "of a micro-batch (default 4096)"))
+    args = parser.parse_args(words)
+    if args.folder.exists():
+        raise UserError(f"{args.folder} exists already; give a folder that does not, for it is deleted at the end")
+    from studies.benchmarks.data_at_scale import PIECES
+    from studies.benchmarks.peers import prepare_speed, start_speed
+
+    if args.pairs:
+        print(start_speed(args.folder, args.pairs, args.peer, args.tokens, PIECES))
+    for file in (args.src, args.trg) if not args.pairs or args.src else ():
+        if file is None or not file.is_file():
+            raise UserError(f"there is no text file {file}; give --src and --trg")
+    if args.src:
+        print(prepare_speed(args.src, args.trg, args.folder, args.workers, args.peer))
+
+
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "equal-systems": equal_systems,
@@ -498,6 +529,7 @@ STUDIES: dict[str, Command] = {
     "pipeline-idle": pipeline_idle,
     "saves": saves,
     "data-at-scale": data_at_scale,
+    "peers": peers,
     "gpu-report": gpu_report,
 }
 OVERVIEW = overview_of(PROGRAM, {"Studies behind the documentation": STUDIES},

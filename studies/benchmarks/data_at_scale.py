@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ PIECES = 22.0  # a sentence has on average, as in the corpora that prepare was m
 TOKENS, SEED = 4096, 1
 DIFFERENT = 10  # shards; the others are links to them
 SHARE = 64  # micro-batches of an update, one of which is this process's
+BEGINS = ("start", "middle", "end of an epoch")
 UPDATES, PAUSE = 180, 0.5  # before the end of a window, of so many seconds each, as if there were a model
 
 
@@ -85,10 +87,10 @@ def read_windows(count: int) -> list[tuple[int, int]]:
     return [(0, 0), (0, 1), (0, 2), (0, middle), (0, middle + 1), (0, middle + 2), (0, count - 1), (1, 0), (1, 1)]
 
 
-def measure(folder: Path, window_pairs: int) -> list[dict[str, Any]]:
+def measure(folder: Path, window_pairs: int, begins: Sequence[str] = BEGINS) -> list[dict[str, Any]]:
     """In a process each: start, resume in the middle, and go through the end of an epoch."""
     found = []
-    for begin in ("start", "middle", "end of an epoch"):
+    for begin in begins:
         words = [sys.executable, "-m", "studies.benchmarks.data_at_scale", str(folder), str(window_pairs), begin]
         job = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
         found.append({"begin": begin, **json.loads(job.stdout)})
