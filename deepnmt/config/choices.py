@@ -65,7 +65,7 @@ class Choices(dict[str, Row], Generic[Row]):
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {"anyOf": [{"enum": list(self)}, {"type": "string"}]} if self.plugins else handler(schema)
+        return {"anyOf": [{"enum": list(self)}, {"type": "string"}]} if self.plugins and self else handler(schema)
 
     def __hash__(self) -> int:  # type: ignore[override]  # as part of an annotation
         return id(self)
@@ -433,6 +433,9 @@ SCHEDULES = Choices({
 OBJECTIVES = Choices({
     "cross_entropy": Choice(line="label-smoothed cross-entropy", paper="Szegedy et al. 2016"),
 }, plugins="OBJECTIVES")
+
+# data/filters.py, `LANGUAGE_IDS`; plug-ins have them all
+LANGUAGE_IDS: Choices[Choice] = Choices({}, plugins="LANGUAGE_IDS")
 
 # tasks/NAME/task.py, `TASK`
 TASKS = Choices({name: Choice(line=line) for name, line in task_lines().items()}, plugins="TASKS")

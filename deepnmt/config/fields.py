@@ -175,6 +175,17 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
             yield from _fields(inside, f"{key}." if inside is field.annotation else f"{key}.NAME.")
 
 
+def values_of(section: Any, key: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a setting, each with its dotted key: one for each in a mapping of sections, whose name is NAME."""
+    name, _, rest = key.partition(".")
+    inside = section if name == "NAME" else {name: getattr(section, name)} if hasattr(section, name) else {}
+    for part, value in inside.items():
+        if rest:
+            yield from values_of(value, rest, f"{prefix}{part}.")
+        else:
+            yield f"{prefix}{part}", value
+
+
 def way_to(section: type[Section], key: str) -> list[FieldInfo]:
     """The sections that a setting is in, and the setting; none if there is no such setting."""
     name, _, rest = key.partition(".")

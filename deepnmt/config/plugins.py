@@ -20,9 +20,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from deepnmt.config.choices import Choices
+from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
-KINDS = {"BLOCKS": "block", "SCHEDULES": "schedule", "OBJECTIVES": "objective", "TASKS": "task"}
+KINDS = {"BLOCKS": "block", "SCHEDULES": "schedule", "OBJECTIVES": "objective", "TASKS": "task",
+         "LANGUAGE_IDS": "language identifier"}
 MARKS = frozenset({"manifest.json", "deepnmt.json", "log.jsonl", "checkpoints"})  # of models, exports and runs
 MOST_FOLDERS = 20_000  # that are looked through for them
 
@@ -121,9 +123,19 @@ def known(kind: str, sources: Mapping[str, str]) -> list[str]:
     return [name for sha256 in sources.values() if sha256 in _plugins for name in _plugins[sha256].tables[kind]]
 
 
+def source_of(kind: str, name: str) -> str | None:
+    """The SHA-256 of the plug-in whose row of this kind and name is used; None if none that has run has it."""
+    return next((plugin.sha256 for plugin in reversed(_plugins.values()) if name in plugin.tables[kind]), None)
+
+
+def that_have_run(sources: Mapping[str, str]) -> dict[str, str]:
+    """Those of these plug-ins that the user named."""
+    return {file: sha256 for file, sha256 in sources.items() if sha256 in _plugins}
+
+
 def have_run(sources: Mapping[str, str]) -> bool:
     """Whether the user named all of these plug-ins."""
-    return all(sha256 in _plugins for sha256 in sources.values())
+    return len(that_have_run(sources)) == len(sources)
 
 
 def require_same(sources: Mapping[str, str], where: Path) -> None:
@@ -190,7 +202,7 @@ def _tables(file: Path, code: bytes, own: Mapping[str, Choices[Any]]) -> dict[st
         raise UserError(f"the plug-in {file} cannot be run: {type(error).__name__}: {error}") from error
     tables = {kind: getattr(module, kind, {}) for kind in KINDS}
     if not all(isinstance(table, dict) for table in tables.values()) or not any(tables.values()):
-        raise UserError(f"{file} defines no block, schedule, objective or task; write a table of them at its end, such "
+        raise UserError(f"{file} defines no {either(list(KINDS.values()))}; write a table of them at its end, such "
                         'as BLOCKS = {"sandwich": Sandwich}')
     for kind, table in tables.items():
         if taken := next((name for name in table if name in own[kind]), None):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from glob import has_magic
-from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -20,6 +19,7 @@ from deepnmt.config.choices import (
     ACTIVATIONS,
     BLOCKS,
     INITS,
+    LANGUAGE_IDS,
     NORMS,
     OBJECTIVES,
     OPTIMIZERS,
@@ -33,7 +33,7 @@ from deepnmt.config.choices import (
     Use,
     facts_of,
 )
-from deepnmt.config.fields import By, Fact, Fault, For, Section, either
+from deepnmt.config.fields import By, Fact, Fault, For, Section, either, values_of
 from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
@@ -132,7 +132,7 @@ class AlignedCorpus(Corpus):
 class Cleaning(Section):
     """Which pairs of a corpus are left out for their text; by default none."""
 
-    # The filters themselves: data/filters.py, `CLEANING`.
+    # The filters themselves: data/filters.py.
     scripts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=2)
     """The scripts of source and target, by their names in Unicode, such as `[Latin, Cyrillic]`. A pair is left out if
     fewer than half of the letters of a side are of its script."""
@@ -144,17 +144,51 @@ class Cleaning(Section):
     """A pair is left out if fewer than this share of the characters of a side, spaces aside, are letters."""
     drop_same_letters: bool = False
     """Leave out pairs whose sides differ in case, punctuation and spaces alone."""
+    score: Count | Annotated[str, Field(min_length=1)] | None = None
+    """The column of the `tsv` files that has a score of each pair, by its number or name as in `columns`."""
+    min_score: float | None = None
+    """A pair is left out if its `score` is lower."""
+    language_id: Annotated[str | None, LANGUAGE_IDS] = None
+    """What tells the language of a sentence: a function of a plug-in, which gives a label or a score a sentence."""
+    languages: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=2)
+    """The labels that `language_id` gives to sentences of the source and of the target, such as `[deu_Latn, eng_Latn]`;
+    empty: `data.src_lang` and `data.trg_lang`. A pair is left out if a side has another label."""
+    min_language_score: float = 0.5
+    """Where `language_id` gives scores, a pair is left out if that of a side is lower."""
+    drop_near_duplicates: bool = False
+    """Leave out pairs that differ from an earlier one, of any corpus, in case, digits, punctuation and spaces alone."""
 
     def faults(self) -> Iterator[Fault]:
-        if len(self.scripts) == 1:
-            yield Fault(("scripts",), "'scripts' names one script; give that of the source and that of the target")
+        for name, what in (("scripts", "script"), ("languages", "language")):
+            if len(getattr(self, name)) == 1:
+                yield Fault((name,), f"'{name}' names one {what}; give that of the source and that of the target")
+
+    def beside(self, common: Cleaning) -> Cleaning:
+        """These settings, and where one is not given that of `common`."""
+        return common.model_copy(update={name: getattr(self, name) for name in self.model_fields_set})
+
+
+def _faults_of_cleaning(corpus: Corpus, cleaning: Cleaning, where: str) -> Iterator[Fault]:
+    """Settings of cleaning that do not fit each other or the corpus, whose own are those of the section `where`."""
+    if cleaning.min_score is not None and cleaning.score is None:
+        yield Fault((f"{where}.min_score", f"{where}.score"), f"{where}.min_score ({cleaning.min_score:g}) needs "
+                    "'score', the column that has the scores; name it, or set min_score: null")
+    if cleaning.score is not None and cleaning.min_score is None:
+        yield Fault((f"{where}.score", f"{where}.min_score"), f"{where}.score ({cleaning.score}) has no effect without "
+                    "'min_score'; set it, or score: null")
+    if cleaning.score is not None and cleaning.min_score is not None and not corpus.tsv:
+        yield Fault((f"{where}.score", "tsv"), f"{where}.score ({cleaning.score}) is a column of 'tsv' files, but this "
+                    "corpus is 'src' and 'trg'; give it as 'tsv', or set score and min_score to null")
+    if cleaning.languages and cleaning.language_id is None:
+        yield Fault((f"{where}.languages", f"{where}.language_id"), f"{where}.languages has no effect without "
+                    "'language_id'; name one of a plug-in, or set languages: []")
 
 
 class WeightedCorpus(AlignedCorpus):
     """One of several parallel corpora of a training text."""
 
     cleaning: Cleaning = Cleaning()
-    """Which of its pairs are left out."""
+    """Which of its pairs are left out; a setting that is not given here is that of `data.train.cleaning`."""
     weight: Annotated[Positive, Fact.EPOCH] = 1.0
     """How often the corpus is used: 3 is as if it were given three times."""
 
@@ -207,10 +241,23 @@ class TrainText(_Corpora):
     corpora: dict[str, WeightedCorpus] = Field(default_factory=dict)
     """Several corpora by name, instead of `src`, `trg` or `tsv`."""
     cleaning: Cleaning = Cleaning()
-    """Which pairs of a single corpus are left out; several have their own."""
+    """Which pairs are left out. Of several corpora, each may have settings of its own instead of some of these."""
     temperature: Annotated[Positive, Fact.EPOCH] = 1.0
     """Above 1, small corpora are used more often and large ones less: shares become their power 1/temperature. Only
     with several corpora."""
+
+    def faults(self) -> Iterator[Fault]:
+        yield from super().faults()
+        for name, corpus in self.corpora.items():
+            yield from _faults_of_cleaning(corpus, corpus.cleaning.beside(self.cleaning), f"corpora.{name}.cleaning")
+        if not self.corpora:
+            yield from _faults_of_cleaning(self, self.cleaning, "cleaning")
+
+    @model_validator(mode="after")
+    def _clean_in_common(self) -> TrainText:
+        for name, corpus in self.corpora.items():
+            self.corpora[name] = corpus.model_copy(update={"cleaning": corpus.cleaning.beside(self.cleaning)})
+        return self
 
 
 class ValidText(_Corpora, AlignedScoredCorpus):
@@ -978,13 +1025,14 @@ class Recipe(Section):
 
     def _unknown_names(self) -> Iterator[Fault]:
         """Names that neither deepnmt has nor a plug-in."""
-        for setting, choices in NAMED.items():
-            name = attrgetter(setting)(self)
-            if name in choices or not have_run(self.plugins):
-                continue
-            if name not in (names := [*choices, *known(str(choices.plugins), self.plugins)]):
+        for key, choices in NAMED.items():
+            names = [*choices, *known(str(choices.plugins), self.plugins)]
+            for setting, name in values_of(self, key):
+                if name is None or name in names or not have_run(self.plugins):
+                    continue
                 near = nearest(name, names)
-                yield Fault((setting,), f"{setting}: is {name!r}, must be one of {', '.join(names)}"
+                yield Fault((setting,), f"{setting}: is {name!r}, must be one of "
+                            f"{', '.join(names) or 'those of a plug-in, which plugins: [FILE.py] names'}"
                             + (f"; did you mean {near}?" if near else ""))
 
     def _faults_of_sizes(self) -> Iterator[Fault]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepnmt.config import Corpus
+from deepnmt.config import Corpus, Recipe
 from deepnmt.data.annotations import Annotation
 from deepnmt.data.arrays import SideWriter, variant_stem
 from deepnmt.data.encoding import CHUNK, EncodingJob, encode_pairs
-from deepnmt.data.filters import KEPT, Codes, tally
+from deepnmt.data.filters import KEPT, Codes, Rules, tally
+from deepnmt.data.prepared import languages_of
 from deepnmt.data.shards import TRAIN
-from deepnmt.data.text import Pair, read_pairs, write_pairs
+from deepnmt.data.text import Pair, cleaning_of, corpora_of, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress, show_progress
@@ -81,6 +82,13 @@ def scored_sentences(texts: Mapping[str, Corpus]) -> frozenset[str]:
     """All sentences of the validation and test texts, of both sides."""
     return frozenset(sentence for name, text in texts.items() if name != TRAIN
                      for pair in read_pairs(text, tags=False) for sentence in pair if sentence)
+
+
+def rules_of(recipe: Recipe, corpus: Corpus, scored: Collection[str]) -> Rules:
+    """How a corpus of the training text is filtered; `scored`: see `scored_sentences`."""
+    clean = cleaning_of(corpus)
+    near = any(cleaning_of(one).drop_near_duplicates for one in corpora_of(recipe.data.train).values())
+    return Rules(recipe.data.filters, clean, languages_of(recipe, clean), scored, near)
 
 
 def require_pairs(codes: Codes) -> None:

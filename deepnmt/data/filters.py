@@ -8,18 +8,22 @@ default must leave nothing out, because older prepared data counts as prepared w
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import unicodedata
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from deepnmt.config import Cleaning, Filters
-from deepnmt.data.text import Pair
+from deepnmt.config.plugins import Table
+from deepnmt.data.text import Pair, Row
+from deepnmt.errors import UserError
 
 # Reason to filter: whether a pair is left out, given source, target and settings. If several filters leave a pair out,
 # only the first one's reason is counted.
@@ -39,23 +43,28 @@ LENGTH_FILTERS: dict[
 
 _DIGITS = re.compile(r"\d+")
 
-# Setting of `config.Cleaning` to filter: whether it leaves a pair of its corpus out. It is asked if the setting has
-# another value than its default, and gives the reason its name.
-CLEANING: dict[str, Callable[[str, str, Cleaning], bool]] = {
-    "scripts": lambda src, trg, clean: any(
+# Setting of `config.Cleaning` to filter: whether it leaves a pair of its corpus out, given the score of the pair, too.
+# It is asked if the setting has another value than its default, and gives the reason its name.
+CLEANING: dict[str, Callable[[str, str, float | None, Cleaning], bool]] = {
+    "scripts": lambda src, trg, _, clean: any(
         _share_of_script(text, script) < 0.5 for text, script in zip((src, trg), clean.scripts, strict=True)),
-    "same_digits": lambda src, trg, _: sorted(_DIGITS.findall(src)) != sorted(_DIGITS.findall(trg)),
-    "max_length_ratio": lambda src, trg, clean:
+    "same_digits": lambda src, trg, *_: sorted(_DIGITS.findall(src)) != sorted(_DIGITS.findall(trg)),
+    "max_length_ratio": lambda src, trg, _, clean:
         max(len(src), len(trg)) > (clean.max_length_ratio or 0.0) * min(len(src), len(trg)),
-    "min_letters": lambda src, trg, clean: any(
+    "min_letters": lambda src, trg, _, clean: any(
         sum(map(str.isalpha, text)) < clean.min_letters * len("".join(text.split())) for text in (src, trg)),
-    "drop_same_letters": lambda src, trg, _: _letters(src) == _letters(trg),
+    "drop_same_letters": lambda src, trg, *_: _letters(src) == _letters(trg),
+    "min_score": lambda _, __, score, clean: score is not None and score < (clean.min_score or 0.0),
 }
 
-REASONS = list(dict.fromkeys([*TEXT_FILTERS, "duplicate", *LENGTH_FILTERS, "overlap", *CLEANING]))
+# Those of the settings of `config.Cleaning` that need more than a pair; the last one needs all pairs of all corpora.
+LANGUAGE, NEAR = "language_id", "drop_near_duplicates"
+OPTIONAL = ("overlap", *CLEANING, LANGUAGE, NEAR)  # reasons of rules that a recipe need not have
+REASONS = list(dict.fromkeys([*TEXT_FILTERS, "duplicate", *LENGTH_FILTERS, *OPTIONAL]))
 
 Codes = npt.NDArray[np.uint8]  # [N], for each pair KEPT or the `code_of` the reason why it is left out
 KEPT = 0
+CHUNK = 1000  # pairs that are filtered together, and whose sentences a language identifier gets at once
 
 
 def code_of(reason: str) -> int:
@@ -66,18 +75,39 @@ def code_of(reason: str) -> int:
 Hashes = npt.NDArray[np.uint64]
 
 
+class Rules(NamedTuple):
+    """How the pairs of a corpus are filtered by their text.
+
+    Attributes:
+        languages: the labels of source and target, for a language identifier.
+        scored: the sentences of validation and test texts.
+        near: whether near-duplicates of this corpus or another are left out.
+    """
+
+    filters: Filters = Filters()
+    clean: Cleaning = Cleaning()
+    languages: Sequence[str] = ()
+    scored: Collection[str] = frozenset()
+    near: bool = False
+
+
 class Filtered(NamedTuple):
     """N pairs after the filters of their text.
 
     Attributes:
         codes: [N].
-        hashes: of those kept, if they were asked for.
+        hashes: of those kept.
+        near: of those kept, of what remains where near-duplicates are equal; none without `Rules.near`.
         overlap: pairs that have a sentence of a text that is scored.
     """
 
     codes: Codes
     hashes: Hashes
+    near: Hashes
     overlap: int
+
+
+# -- rules for one pair ------------------------------------------------------------------------------------------------
 
 
 @lru_cache(1 << 16)
@@ -95,52 +125,138 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.casefold()))
 
 
-def filter_corpora(corpora: Iterable[tuple[Cleaning, Iterable[Pair]]], filters: Filters,
-                   scored: Collection[str] = frozenset()) -> tuple[Codes, int]:
-    """Applies `apply_text_filters` to each corpus, and the filter of duplicates to all; returns the codes of all pairs,
-    and how many have a sentence of `scored`.
+class _Folding(dict[int, str]):
+    """What stands for a character where near-duplicates are compared: nothing for punctuation, symbols and spaces, 0
+    for digits and other numbers. Vowel signs and the like stay, since words differ in them."""
+
+    def __missing__(self, code: int) -> str:
+        kind = unicodedata.category(chr(code))[0]
+        kept = "0" if kind == "N" else chr(code)
+        self[code] = kept if kind in "LMN" else ""
+        return self[code]
+
+
+_FOLDING = _Folding()
+_ZEROS = re.compile("00+")
+
+
+def fold(text: str) -> str:
+    """What near-duplicates have in common: letters, without case and in one form (NFKC), and 0 for each number. A text
+    that has neither stays as it is."""
+    return _ZEROS.sub("0", unicodedata.normalize("NFKC", text).casefold().translate(_FOLDING)) or text
+
+
+def _hash(src: str, trg: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{src}\n{trg}".encode(), digest_size=8).digest(), "little")
+
+
+# -- languages ---------------------------------------------------------------------------------------------------------
+
+# (sentences, "src" or "trg") to a label or a score for each of them
+LanguageId = Callable[[list[str], str], Sequence[str | float]]
+LANGUAGE_IDS: Table[LanguageId] = Table("LANGUAGE_IDS", {}, lambda row: (
+    None if callable(row) else f"is {row!r}, must be a function of sentences and a side"))
+
+
+def _of_other_languages(pairs: Sequence[Pair], rules: Rules) -> list[bool]:
+    """Whether a side of each pair is in another language than its own. Raises `UserError` where the plug-in fails."""
+    name, lowest = str(rules.clean.language_id), rules.clean.min_language_score
+    identify = LANGUAGE_IDS[name]
+    foreign = [False] * len(pairs)
+    for side, language, lines in zip(("src", "trg"), rules.languages, zip(*pairs)):
+        try:
+            labels: list[Any] = list(identify(list(lines), side))
+        except Exception as error:
+            raise UserError(f"the language identifier {name} fails on {len(lines)} sentences of {side}, of which the "
+                            f"first is {lines[0]!r}: {type(error).__name__}: {error}; correct the plug-in") from error
+        if len(labels) != len(lines):
+            raise UserError(f"the language identifier {name} gives {len(labels)} labels for {len(lines)} sentences of "
+                            f"{side}; it must give one for each")
+        for row, label in enumerate(labels):
+            if isinstance(label, str):
+                foreign[row] |= label != language
+            elif isinstance(label, Real):
+                foreign[row] |= not float(label) >= lowest  # NaN is no language
+            else:
+                raise UserError(f"the language identifier {name} gives {label!r} for {lines[row]!r}; it must give a "
+                                "label, such as 'de', or a score")
+    return foreign
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def filter_corpora(corpora: Iterable[tuple[Rules, Iterable[Row]]]) -> tuple[Codes, list[int]]:
+    """Applies `apply_text_filters` to each corpus, and the filters of duplicates to all; returns the codes of all
+    pairs, and how many of each corpus have a sentence that is scored.
 
     Duplicates are detected by a 64-bit hash of both sides, so of n different pairs one is wrongly left out with
     probability n²/2^65 (below 1e-4 for 40 million). Texts are not kept in memory: this takes 9 bytes a pair while
-    reading and some 32 at the end.
+    reading and some 32 at the end; with near-duplicates 17 and 40.
     """
-    parts = [apply_text_filters(pairs, filters, clean, scored, filters.drop_duplicates) for clean, pairs in corpora]
+    parts: list[Filtered] = []
+    rules: list[Rules] = []
+    for rule, rows in corpora:
+        rules.append(rule)
+        parts.append(apply_text_filters(rows, rule))
     result = np.concatenate([part.codes for part in parts])
-    if filters.drop_duplicates:
-        chosen = np.flatnonzero(result == KEPT)
-        _, first = np.unique(np.concatenate([part.hashes for part in parts]), return_index=True)
-        repeated = np.ones(len(chosen), dtype=bool)
-        repeated[first] = False
-        result[chosen[repeated]] = code_of("duplicate")
-    return result, sum(part.overlap for part in parts)
+    chosen = np.flatnonzero(result == KEPT)
+    if rules[0].filters.drop_duplicates:
+        repeated = chosen[_repeated(np.concatenate([part.hashes for part in parts]))]
+        result[repeated] = code_of("duplicate")
+    if rules[0].near:
+        cleaned = np.concatenate([np.full(len(part.codes), rule.clean.drop_near_duplicates)
+                                  for part, rule in zip(parts, rules)])
+        repeated = chosen[_repeated(np.concatenate([part.near for part in parts]))]
+        result[repeated[cleaned[repeated] & (result[repeated] == KEPT)]] = code_of(NEAR)
+    return result, [part.overlap for part in parts]
 
 
-def apply_text_filters(pairs: Iterable[Pair], filters: Filters, clean: Cleaning, scored: Collection[str], hashed: bool
-                       ) -> Filtered:
-    """Applies `TEXT_FILTERS` and a corpus's `CLEANING` to its pairs.
+def _repeated(hashes: Hashes) -> npt.NDArray[np.bool_]:
+    """Which of the hashes have been there before."""
+    repeated = np.ones(len(hashes), dtype=bool)
+    repeated[np.unique(hashes, return_index=True)[1]] = False
+    return repeated
 
-    Args:
-        scored: the sentences of validation and test texts.
-        hashed: whether hashes are asked for.
-    """
+
+def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
+    """Applies `TEXT_FILTERS` and a corpus's `CLEANING` to its pairs. Raises `UserError` where a plug-in fails."""
     codes = bytearray()
-    hashes = array("Q")
+    hashes, near = array("Q"), array("Q")
     overlap = 0
-    rules = [(code_of(reason), leaves_out) for reason, leaves_out in TEXT_FILTERS.items()]
+    clean = rules.clean
     cleaning = [(code_of(name), leaves_out) for name, leaves_out in CLEANING.items()
                 if getattr(clean, name) != clean.default(name)]
-    for src, trg in pairs:
-        code = next((code for code, leaves_out in rules if leaves_out(src, trg, filters)), KEPT)
-        if code == KEPT and scored and (src in scored or trg in scored):
-            overlap += 1
-            code = code_of("overlap") if filters.drop_overlap else KEPT
-        if code == KEPT and cleaning:
-            code = next((code for code, leaves_out in cleaning if leaves_out(src, trg, clean)), KEPT)
-        codes.append(code)
-        if code == KEPT and hashed:
-            digest = hashlib.blake2b(f"{src}\n{trg}".encode(), digest_size=8).digest()
-            hashes.append(int.from_bytes(digest, "little"))
-    return Filtered(np.frombuffer(codes, dtype=np.uint8).copy(), np.array(hashes, dtype=np.uint64), overlap)
+    stream = iter(rows)
+    while chunk := list(itertools.islice(stream, CHUNK)):
+        found = [_code_of_pair(src, trg, rules) for src, trg, _ in chunk]
+        overlap += found.count(code_of("overlap"))
+        if not rules.filters.drop_overlap:
+            found = [KEPT if code == code_of("overlap") else code for code in found]
+        kept = [row for row, code in enumerate(found) if code == KEPT]
+        for row in kept if cleaning else ():
+            found[row] = next((code for code, leaves_out in cleaning if leaves_out(*chunk[row], clean)), KEPT)
+        kept = [row for row in kept if found[row] == KEPT]
+        if clean.language_id is not None and kept:
+            foreign = _of_other_languages([chunk[row][:2] for row in kept], rules)
+            for row in itertools.compress(kept, foreign):
+                found[row] = code_of(LANGUAGE)
+        for (src, trg, _), code in zip(chunk, found):
+            if code == KEPT:
+                hashes.append(_hash(src, trg))
+                if rules.near:
+                    near.append(_hash(fold(src), fold(trg)))
+        codes += bytes(found)
+    return Filtered(np.frombuffer(codes, dtype=np.uint8).copy(), np.array(hashes, dtype=np.uint64),
+                    np.array(near, dtype=np.uint64), overlap)
+
+
+def _code_of_pair(src: str, trg: str, rules: Rules) -> int:
+    """By the rules that all corpora have in common."""
+    for reason, leaves_out in TEXT_FILTERS.items():
+        if leaves_out(src, trg, rules.filters):
+            return code_of(reason)
+    return code_of("overlap") if rules.scored and (src in rules.scored or trg in rules.scored) else KEPT
 
 
 def filter_by_length(src: npt.NDArray[np.int64], trg: npt.NDArray[np.int64], filters: Filters) -> Codes:
@@ -155,5 +271,4 @@ def tally(codes: Codes) -> dict[str, int]:
     """How many pairs were left out for each reason; zeros are included, but those of rules that a recipe need not have.
     """
     counts = {reason: int(np.count_nonzero(codes == code_of(reason))) for reason in REASONS}
-    optional = ("overlap", *CLEANING)
-    return {reason: count for reason, count in counts.items() if count or reason not in optional}
+    return {reason: count for reason, count in counts.items() if count or reason not in OPTIONAL}

@@ -22,7 +22,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -36,12 +36,14 @@ import numpy.typing as npt
 from filelock import FileLock
 
 from deepnmt import folders
-from deepnmt.config import Cleaning, Corpus, Recipe
+from deepnmt.config import Corpus, Recipe
+from deepnmt.config.plugins import name_plugins, that_have_run
+from deepnmt.config.sections import NAMED
 from deepnmt.data.annotations import annotations_of
 from deepnmt.data.arrays import KIND, Indices
-from deepnmt.data.build import copy_text, encode_text, no_pairs_left, scored_sentences, show_pairs
+from deepnmt.data.build import copy_text, encode_text, no_pairs_left, rules_of, scored_sentences, show_pairs
 from deepnmt.data.encoding import EncodingJob, end_with_parent, submit
-from deepnmt.data.filters import KEPT, Codes, Hashes, apply_text_filters, code_of
+from deepnmt.data.filters import KEPT, NEAR, Codes, Hashes, apply_text_filters, code_of
 from deepnmt.data.prepared import (
     PreparedData,
     check_vocabularies,
@@ -51,8 +53,9 @@ from deepnmt.data.prepared import (
     tags_of,
 )
 from deepnmt.data.shards import FORMAT, SHARD, TRAIN, Entry, content_of, shard_name
-from deepnmt.data.sources import Scan, Span, Unit, columns_of, lines_of, pairs_of, scan, units_of
-from deepnmt.data.text import Pair, corpora_of, input_files, read_lines, read_pairs
+from deepnmt.data.sources import Scan, Span, Unit, lines_of, pairs_of, rows_of, scan, sides_of, units_of
+from deepnmt.data.tables import has_header
+from deepnmt.data.text import Row, cleaning_of, columns_of, corpora_of, input_files, read_lines, read_pairs
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
@@ -92,6 +95,7 @@ class Work:
     recipe: Recipe
     folder: Path
     lines: int  # of the training text
+    plugins: Mapping[str, str]  # which the user named, so that other processes run them, too
 
     def corpus(self, unit: Unit) -> Corpus:
         """The corpus that a unit is of."""
@@ -158,7 +162,7 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
     with folders.reporting(folder, KIND):
         folder.mkdir(parents=True, exist_ok=True)
         units = _index(recipe, folder)
-        work = Work(recipe, folder, sum(unit.lines for unit in units))
+        work = Work(recipe, folder, sum(unit.lines for unit in units), that_have_run(recipe.plugins))
         for step, result, done in ((read_unit, Work.read, "read"), (encode_unit, Work.shard, "encoded")):
             run(work, [unit for unit in units if not result(work, unit).exists()], step)
             if missing := [unit for unit in units if not result(work, unit).exists()]:
@@ -221,15 +225,16 @@ def _results(work: Work, units: Sequence[Unit], step: Step, workers: int) -> Ite
 def read_unit(work: Work, unit: Unit) -> None:
     """Filters the pairs of a unit by their text, and hashes them. Raises `UserError`."""
     digest, corpus, target = hashlib.sha256(), work.corpus(unit), work.read(unit)
-    recipe = work.recipe
-    codes, hashes, overlap = apply_text_filters(
-        _hashed(unit, corpus, digest), recipe.data.filters, getattr(corpus, "cleaning", Cleaning()),
-        scored_sentences(corpora(recipe)), hashed=True)
+    if faults := name_plugins({"plugins": dict(work.plugins)}, NAMED, True):
+        raise UserError(faults[0])
+    rules = rules_of(work.recipe, corpus, scored_sentences(corpora(work.recipe)))
+    codes, hashes, near, overlap = apply_text_filters(_hashed(unit, corpus, digest), rules)
     kept = np.flatnonzero(codes == KEPT).astype(np.uint32)
-    order = np.argsort(hashes, kind="stable")
     arrays: dict[str, npt.NDArray[Any]] = {
-        "codes": codes, "hashes": hashes[order], "rows": kept[order], "sampled": kept[_sampled(work, hashes)],
-        "overlap": np.array(overlap)}
+        "codes": codes, "sampled": kept[_sampled(work, hashes)], "overlap": np.array(overlap)}
+    for name, values in (("", hashes), ("near_", near)):
+        order = np.argsort(values, kind="stable")
+        arrays |= {f"{name}hashes": values[order], f"{name}rows": kept[order] if rules.near or not name else kept[:0]}
     with folders.new_folder(target, KIND) as made, folders.reporting(target, KIND):
         for name, array in arrays.items():
             np.save(made / f"{name}.npy", array)
@@ -237,7 +242,7 @@ def read_unit(work: Work, unit: Unit) -> None:
         if len(arrays["sampled"]):
             chosen = np.zeros(len(codes), dtype=bool)
             chosen[arrays["sampled"]] = True
-            copy_text(made, "sample", itertools.compress(pairs_of(unit, corpus, tags=False), chosen.tolist()))
+            copy_text(made, "sample", itertools.compress(pairs_of(unit, corpus), chosen.tolist()))
         folders.entries_of(made, target, KIND)  # waits until they are on disk
         made.rename(target)
 
@@ -274,8 +279,10 @@ def encode_unit(work: Work, unit: Unit) -> None:
         annotations = annotations_of(data.train)
         digest = hashlib.sha256()
         with _as_text(unit, corpus, bool(annotations)) as alone:
-            _, counts = encode_text(temporary, TRAIN, alone, _hashed(unit, corpus, digest, tags=True), codes, job,
-                                    (sizes[0], sizes[1]), 1, annotations, unit.number * FIRST_CHUNK)
+            tag = f"{corpus.tag} " if corpus.tag else ""
+            pairs = ((tag + src, trg) for src, trg, _ in _hashed(unit, corpus, digest))
+            _, counts = encode_text(temporary, TRAIN, alone, pairs, codes, job, (sizes[0], sizes[1]), 1, annotations,
+                                    unit.number * FIRST_CHUNK)
         if digest.hexdigest() != text:
             raise UserError(f"the text of {name_of(unit)} changed after it was read; wait until nothing writes it any "
                             f"more, delete {work.folder}, and prepare it again")
@@ -284,12 +291,11 @@ def encode_unit(work: Work, unit: Unit) -> None:
                         SHARD)
 
 
-def _hashed(unit: Unit, corpus: Corpus, digest: Any, tags: bool = False) -> Iterator[Pair]:
-    """The pairs of a unit, with their tag or without; `digest` is that of the text without it."""
-    tag = f"{corpus.tag} " if corpus.tag and tags else ""
-    for src, trg in pairs_of(unit, corpus, tags=False):
-        digest.update(f"{src}\n{trg}\n".encode())
-        yield tag + src, trg
+def _hashed(unit: Unit, corpus: Corpus, digest: Any) -> Iterator[Row]:
+    """The rows of a unit, without tags; `digest` is that of their text."""
+    for row in rows_of(unit, corpus):
+        digest.update(f"{row[0]}\n{row[1]}\n".encode())
+        yield row
 
 
 def _hash_of(unit: Unit, column: str) -> str:
@@ -308,7 +314,7 @@ def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
         return
     with TemporaryDirectory() as made:
         copies = {"src": [f"{made}/src"], "trg": [f"{made}/trg"], "tsv": []}
-        copy_text(Path(made), "pairs", pairs_of(unit, corpus, tags=False))
+        copy_text(Path(made), "pairs", pairs_of(unit, corpus))
         for side in ("src", "trg"):
             Path(made, f"pairs.{side}.txt").rename(copies[side][0])
         for column in corpus.annotations:
@@ -365,10 +371,11 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
 def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], place: int) -> list[Unit]:
     """The units of a corpus, whose files are scanned; the first is number `place` of all."""
     scans: dict[str, list[Scan]] = {}
-    for column, files in columns_of(corpus).items():
+    for column, files in sides_of(corpus).items():
         before, scans[column] = 0, []
         for file in files:
-            found = scanned[Path(file)] = scan(Path(file), before, step)
+            header = column == "tsv" and has_header(Path(file), columns_of(corpus))
+            found = scanned[Path(file)] = scan(Path(file), before, step, header)
             scans[column].append(found)
             before += found.lines
     return units_of(name, corpus, scans, step, place)
@@ -391,7 +398,9 @@ def join(work: Work, units: Sequence[Unit]) -> None:
         for unit in units:
             work.array(unit, "codes").tofile(made / work.codes_file(unit).name)
         if data.filters.drop_duplicates:
-            _leave_out_duplicates(work, units, made)
+            _leave_out_duplicates(work, units, made, "", code_of("duplicate"), {unit.corpus for unit in units})
+        if near := {unit.corpus for unit in units if cleaning_of(work.corpus(unit)).drop_near_duplicates}:
+            _leave_out_duplicates(work, units, made, "near_", code_of(NEAR), near)
         _require_kept(work, units, made)
         earlier = [PreparedData.open(folder) for folder in data.reuse]
         texts = {name: text for name, text in corpora(recipe).items() if name != TRAIN}
@@ -430,13 +439,19 @@ def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: Enco
     return {**({} if "" in parts else {"corpora": parts}), **counts}
 
 
-def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path) -> None:
-    """Marks the second and later copies of a pair in the order of the units, one range of hashes after another."""
-    arrays = [(work.array(unit, "hashes"), work.array(unit, "rows")) for unit in units]
+def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path, kind: str, code: int, corpora: Collection[str]
+                          ) -> None:
+    """Marks the second and later copies of a pair in the order of the units, one range of hashes after another.
+
+    Args:
+        kind: what the names of the arrays begin with.
+        corpora: in which pairs are marked.
+    """
+    arrays = [(work.array(unit, f"{kind}hashes"), work.array(unit, f"{kind}rows")) for unit in units]
     total = sum(len(hashes) for hashes, _ in arrays)
     buckets = max(1, -(-total // BUCKET))
     starts = [0] * len(units)
-    with show_pairs(f"{TRAIN}: duplicates", total) as progress:
+    with show_pairs(f"{TRAIN}: {kind and 'near-'}duplicates", total) as progress:
         for bucket in range(1, buckets + 1):
             ends = [len(hashes) if bucket == buckets else int(np.searchsorted(hashes, np.uint64(2**64 * bucket //
                     buckets))) for hashes, _ in arrays]
@@ -448,9 +463,9 @@ def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path) -> None
             for unit, (_, rows), start, end in zip(units, arrays, starts, ends, strict=True):
                 again = rows[start:end][repeated[begin:begin + end - start]]
                 begin += end - start
-                if len(again):
+                if len(again) and unit.corpus in corpora:
                     codes = np.memmap(made / work.codes_file(unit).name, np.uint8, "r+")
-                    codes[again] = code_of("duplicate")
+                    codes[again[codes[again] == KEPT]] = code
                     codes.flush()
             starts = ends
             progress(sum(ends))
@@ -525,6 +540,10 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
     sizes = {corpus: sum(entry["pairs"] for entry in entries) for corpus, entries in shards.items()}
     _require_corpora(sizes)
     train = {**({} if "" in sizes else {"corpora": sizes}), **_sum(counts), "variants": counts[0]["variants"]}
+    if "" not in sizes:
+        train["by_corpus"] = {
+            corpus: _sum([{name: count[name] for name in ("read", "pairs", "left_out", "overlap")}
+                          for unit, count in zip(units, counts) if unit.corpus == corpus]) for corpus in sizes}
     with folders.new_folder(target, KIND) as made:
         with folders.reporting(target, KIND):
             _link(work.folder / "joined", made, leave=".codes")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from deepnmt.config import Cleaning, Corpus, Recipe
+from deepnmt.config import Corpus, Recipe
 from deepnmt.data.annotations import annotations_of
 from deepnmt.data.arrays import KIND
 from deepnmt.data.batching import random_order
@@ -28,11 +28,12 @@ from deepnmt.data.build import (
     format_reasons,
     no_pairs_left,
     require_pairs,
+    rules_of,
     scored_sentences,
     show_pairs,
 )
 from deepnmt.data.encoding import SEED, EncodingJob
-from deepnmt.data.filters import KEPT, Codes, filter_corpora
+from deepnmt.data.filters import KEPT, Codes, filter_corpora, tally
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.parts import WHOLE, Part, prepare_in_parts
 from deepnmt.data.prepared import (
@@ -48,7 +49,17 @@ from deepnmt.data.prepared import (
     tags_of,
     trained_on,
 )
-from deepnmt.data.text import Pair, corpora_of, count_pairs, ending, files_of, input_files, read_pairs
+from deepnmt.data.text import (
+    Pair,
+    Row,
+    corpora_of,
+    count_pairs,
+    ending,
+    files_of,
+    input_files,
+    read_pairs,
+    read_rows,
+)
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
@@ -122,10 +133,15 @@ def _report(recipe: Recipe, texts: dict[str, Corpus]) -> None:
                      f"unknown {split['src_unknown']:,}, {split['trg_unknown']:,}{''.join(details)}")
         for sentence in sentences:
             print_status(f"{name}: {sentence}")
+        for corpus, counts in split.get("by_corpus", {}).items():
+            print_status(f"{name}, {corpus}: {counts['pairs']:,} of {counts['read']:,} pairs; "
+                         f"left out: {format_reasons(counts['left_out'])}")
     train = data.manifest["splits"]["train"]
     if (overlap := train.get("overlap")) and not recipe.data.filters.drop_overlap:
+        where = format_reasons({corpus: counts["overlap"] for corpus, counts in train.get("by_corpus", {}).items()})
         print_status(f"warning: {overlap:,} of {train['read']:,} training pairs have a sentence of the validation or a "
-                     "test text; to leave them out, set data.filters.drop_overlap=true")
+                     f"test text{f' ({where})' if 'by_corpus' in train else ''}; to leave them out, set "
+                     "data.filters.drop_overlap=true")
     stream = training_stream(recipe, data)
     kind = (f"micro-batches of up to {recipe.batch.tokens:,} tokens a side" if recipe.batch.update_tokens is None else
             f"updates of about {recipe.batch.update_tokens:,} target tokens")
@@ -150,26 +166,26 @@ def _warn_of_trained(recipe: Recipe, inputs: dict[str, list[dict[str, Any]]]) ->
 
 def _read_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: bool) -> Iterator[Pair]:
     """The pairs of a text, see `_corpora_with_progress`."""
-    for _, pairs in _corpora_with_progress(name, text, ends, tags):
-        yield from pairs
+    for _, rows in _corpora_with_progress(name, text, ends, tags):
+        for src, trg, _ in rows:
+            yield src, trg
 
 
 def _corpora_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: bool
-                           ) -> Iterator[tuple[Cleaning, Iterator[Pair]]]:
-    """How to clean each corpus of a text, and its pairs, with progress. `ends` is filled: after how many pairs each
-    corpus ends."""
+                           ) -> Iterator[tuple[Corpus, Iterator[Row]]]:
+    """Each corpus of a text, and its rows, with progress. `ends` is filled: after how many pairs each corpus ends."""
     done = 0
 
-    def counted(corpus: Corpus) -> Iterator[Pair]:
+    def counted(corpus: Corpus) -> Iterator[Row]:
         nonlocal done
-        for pair in read_pairs(corpus, tags):
+        for row in read_rows(corpus, tags):
             done += 1
             progress(done)
-            yield pair
+            yield row
 
     with show_pairs(f"{name}: reading", count_pairs(text)) as progress:
         for part, corpus in corpora_of(text).items():
-            yield getattr(corpus, "cleaning", Cleaning()), counted(corpus)
+            yield corpus, counted(corpus)
             ends[part] = done
 
 
@@ -260,7 +276,8 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
     for name in (name for name in texts if name != "train"):
         codes[name] = copy_text(folder, name, _read_with_progress(name, texts[name], ends[name], tags=True))
     train = _corpora_with_progress("train", texts["train"], ends["train"], tags=False)
-    codes["train"], overlap = filter_corpora(train, data.filters, scored_sentences(texts))
+    scored = scored_sentences(texts)
+    codes["train"], overlaps = filter_corpora((rules_of(recipe, corpus, scored), rows) for corpus, rows in train)
     require_pairs(codes["train"])
 
     if not models:
@@ -274,12 +291,26 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
     job = EncodingJob(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
-    splits = {name: _encode(folder, name, texts[name], text_codes, ends[name], sampled if name == "train" else job,
-                            (vocabs["src"]["size"], vocabs["trg"]["size"]),
-                            data.workers or len(os.sched_getaffinity(0)))
-              for name, text_codes in codes.items()}
-    splits["train"]["overlap"] = overlap
+    encoded = {name: _encode(folder, name, texts[name], text_codes, ends[name], sampled if name == "train" else job,
+                             (vocabs["src"]["size"], vocabs["trg"]["size"]),
+                             data.workers or len(os.sched_getaffinity(0)))
+               for name, text_codes in codes.items()}
+    splits = {name: counts for name, (counts, _) in encoded.items()}
+    splits["train"]["overlap"] = sum(overlaps)
+    if by_corpus := _count_by_corpus(encoded["train"][1], ends["train"], overlaps):
+        splits["train"]["by_corpus"] = by_corpus
     return {"settings": prepared_settings(recipe), "vocab": vocabs, "splits": splits}
+
+
+def _count_by_corpus(codes: Codes, ends: dict[str, int], overlaps: list[int]) -> dict[str, dict[str, Any]]:
+    """What was left out of each of several corpora, whose last pairs are before `ends`."""
+    by_corpus: dict[str, dict[str, Any]] = {}
+    for (corpus, end), start, overlap in zip(ends.items(), [0, *ends.values()], overlaps):
+        own = codes[start:end]
+        if corpus:
+            by_corpus[corpus] = {"read": len(own), "pairs": int(np.count_nonzero(own == KEPT)), "left_out": tally(own),
+                                 "overlap": overlap}
+    return by_corpus
 
 
 def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[bytes]:
@@ -306,8 +337,8 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
 
 
 def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str, int], job: EncodingJob,
-            sizes: tuple[int, int], workers: int) -> dict[str, Any]:
-    """Writes a split's arrays and returns its counts for the manifest, see `encode_text`.
+            sizes: tuple[int, int], workers: int) -> tuple[dict[str, Any], Codes]:
+    """Writes a split's arrays and returns its counts for the manifest, and which pairs are left out; see `encode_text`.
 
     Args:
         ends: after how many pairs each corpus of the text ends.
@@ -320,4 +351,4 @@ def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str,
                for (part, end), start in zip(ends.items(), [0, *ends.values()])}
     if empty := [part for part, pairs in corpora.items() if not pairs]:
         raise no_pairs_left(empty, name)
-    return {**({} if "" in corpora else {"corpora": corpora}), **counts}
+    return {**({} if "" in corpora else {"corpora": corpora}), **counts}, final

@@ -28,9 +28,10 @@ from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt import folders
 from deepnmt.config import Cleaning, Corpus, Fact, Filters, Recipe, Vocab, flatten
+from deepnmt.config.plugins import source_of
 from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, array_of
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
-from deepnmt.data.text import corpora_of, input_files, named_files
+from deepnmt.data.text import cleaning_of, corpora_of, input_files, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -216,11 +217,11 @@ def _from_version_1(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
     """What checkpoints of version 0.2 and older know these data by: the hash of the manifest that those wrote. They
-    had no `drop_overlap` and did not count the overlap; `vocab.tags` is younger than 0.1."""
+    had no `drop_overlap`, and did not count the overlap or by corpora; `vocab.tags` is younger than 0.1."""
     old = {key: manifest[key] for key in ("format", "settings", "inputs", "vocab", "splits")}
     old["settings"] = {key: value for key, value in old["settings"].items()
                        if key != "data.filters.drop_overlap" or value}
-    old["splits"] = {name: {key: value for key, value in split.items() if key != "overlap"}
+    old["splits"] = {name: {key: value for key, value in split.items() if key not in ("overlap", "by_corpus")}
                      for name, split in old["splits"].items()}
     old |= {"version": 1, "files": {name: {"bytes": entry["size"], "sha256": entry["sha256"]}
                                     for name, entry in manifest["files"].items()}}
@@ -270,6 +271,9 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
         raise UserError(f"prepared data {data.folder} has another vocabulary than {given}, which vocab.model names; "
                         f"{REMEDY}")
     cleaned = [key for key in then if key.endswith(".cleaning")]
+    for key in cleaned:
+        then[key] = {name: value for name, value in then[key].items()
+                     if name not in Cleaning.model_fields or value != Cleaning.default(name)}
     for key in (*now, *cleaned, "data.train.corpora", "data.valid.corpora", "data.shard_pairs"):
         if then.get(key) != (value := now.get(key)):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
@@ -316,12 +320,20 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
         if tuple(parts) != ("",) or text.tag:
             settings[f"data.{name}.corpora"] = [[part, corpus.tag] for part, corpus in parts.items()]
         for part, corpus in parts.items():
-            cleaning = getattr(corpus, "cleaning", Cleaning())
-            if cleaning != Cleaning():
-                settings[f"data.{name}{part and '.' + part}.cleaning"] = cleaning.model_dump()
+            cleaning = cleaning_of(corpus).model_dump(exclude_defaults=True)
+            if "language_id" in cleaning:
+                cleaning["languages"] = languages_of(recipe, cleaning_of(corpus))
+                cleaning["plugin"] = source_of("LANGUAGE_IDS", cleaning["language_id"])
+            if cleaning:
+                settings[f"data.{name}{part and '.' + part}.cleaning"] = cleaning
             if corpus.tsv:
                 settings[f"data.{name}{part and '.' + part}.columns"] = corpus.columns
     return settings
+
+
+def languages_of(recipe: Recipe, cleaning: Cleaning) -> list[str]:
+    """The labels that a language identifier gives to sentences of the source and of the target."""
+    return cleaning.languages or [recipe.data.src_lang, recipe.data.trg_lang]
 
 
 def _decisive(tree: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deepnmt.config import Corpus
-from deepnmt.data.tables import COMPRESSED, Pair, by_rows, count_rows, read_table
-from deepnmt.data.text import files_of, pair_files, read_lines, unequal_lines
+from deepnmt.data.tables import COMPRESSED, Pair, Row, by_rows, count_rows, read_table
+from deepnmt.data.text import columns_of, files_of, pair_files, read_lines, unequal_lines
 from deepnmt.errors import UserError
 
 BLOCK = 1 << 22  # bytes that are read at a time
@@ -21,7 +21,7 @@ class Scan(NamedTuple):
 
     Attributes:
         bytes, sha256: of the file as it is, packed or not.
-        lines: a last one without an end included.
+        lines: a last one without an end included, a header not.
         marks: the byte at which every `step`-th line begins, from that on which was asked for; none of packed files.
     """
 
@@ -32,7 +32,7 @@ class Scan(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Lines of a file: from line `first` on, from 0, which begins at byte `start`; 0 if that is not known."""
+    """Lines of a file: from line `first` on, from 0 after a header, which begins at byte `start`; 0: not known."""
 
     file: str
     first: int
@@ -58,9 +58,10 @@ class Unit(NamedTuple):
     columns: dict[str, list[Span]]
 
 
-def scan(file: Path, before: int, step: int) -> Scan:
-    """Counts and hashes a file whose first line is number `before` of its corpus. Raises `UserError`."""
-    digest, size, lines, last, marks = hashlib.sha256(), 0, 0, b"\n", {}
+def scan(file: Path, before: int, step: int, header: bool = False) -> Scan:
+    """Counts and hashes a file whose first line, after a header, is number `before` of its corpus. Raises `UserError`.
+    """
+    digest, size, lines, last, marks = hashlib.sha256(), 0, -header, b"\n", {}
     packed = file.suffix in COMPRESSED
     try:
         with file.open("rb") as stream:
@@ -77,13 +78,13 @@ def scan(file: Path, before: int, step: int) -> Scan:
         if by_rows(file):
             return Scan(size, digest.hexdigest(), count_rows(file), {})
         if packed:
-            lines = sum(1 for _ in read_lines(file))
+            lines = sum(1 for _ in read_lines(file)) - header
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
-    return Scan(size, digest.hexdigest(), lines + (last != b"\n" and not packed), marks)
+    return Scan(size, digest.hexdigest(), max(0, lines + (last != b"\n" and not packed)), marks)
 
 
-def columns_of(corpus: Corpus) -> dict[str, list[str]]:
+def sides_of(corpus: Corpus) -> dict[str, list[str]]:
     """The files of a corpus by the settings that name them."""
     files = pair_files(corpus)
     sides = {"tsv": files} if corpus.tsv else {"src": files[::2], "trg": files[1::2]}
@@ -95,13 +96,13 @@ def units_of(name: str, corpus: Corpus, scans: Mapping[str, Sequence[Scan]], ste
     """The units of a corpus, of `step` lines each, the last of fewer.
 
     Args:
-        scans: of the files of each of `columns_of`.
+        scans: of the files of each of `sides_of`.
         place: of the first.
 
     Raises:
         UserError: two files that belong together have different numbers of lines, or there are none.
     """
-    columns = columns_of(corpus)
+    columns = sides_of(corpus)
     sides = [zip(columns.get(side, ()), scans.get(side, ())) for side in ("src", "trg")]
     for (src, one), (trg, other) in zip(*sides):
         if one.lines != other.lines:
@@ -137,13 +138,18 @@ def lines_of(unit: Unit, column: str) -> Iterator[tuple[str, int, str]]:
             yield file, number, line
 
 
-def pairs_of(unit: Unit, corpus: Corpus, tags: bool = True) -> Iterator[Pair]:
-    """The sentence pairs of a unit, as `read_pairs` gives those of a text. Raises `UserError`."""
-    tag = f"{corpus.tag} " if corpus.tag and tags else ""
+def pairs_of(unit: Unit, corpus: Corpus) -> Iterator[Pair]:
+    """The sentence pairs of a unit, without tags. Raises `UserError`."""
+    for src, trg, _ in rows_of(unit, corpus):
+        yield src, trg
+
+
+def rows_of(unit: Unit, corpus: Corpus) -> Iterator[Row]:
+    """The rows of a unit, as `read_rows` gives those of a text, without tags. Raises `UserError`."""
     if "tsv" in unit.columns:
         for file, first, lines, start in unit.columns["tsv"]:
-            for src, trg in read_table(Path(file), corpus.columns, read_lines, first, start, lines):
-                yield tag + src.strip(), trg.strip()
+            for src, trg, score in read_table(Path(file), columns_of(corpus), read_lines, first, start, lines):
+                yield src.strip(), trg.strip(), score
     else:
         for (_, _, src), (_, _, trg) in zip(lines_of(unit, "src"), lines_of(unit, "trg"), strict=True):
-            yield tag + src.strip(), trg.strip()
+            yield src.strip(), trg.strip(), None

@@ -1,13 +1,15 @@
 """Pairs in the columns of a file: text with tabs, JSON lines, Parquet, and the Arrow files of the package `datasets`.
 
 A column is a number, from 1, or a name: of the first line of a text with tabs, of a key of JSON, of a column of the
-others. A name with dots leads inside: `translation.de`.
+others. A name with dots leads inside: `translation.de`. The columns are those of source and target, and a third has the
+score of a pair.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ PARQUET, ARROW, JSON = ".parquet", ".arrow", (".jsonl", ".ndjson", ".json")
 BATCH = 10_000  # rows that are read at a time
 Columns = Sequence[int | str]
 Pair = tuple[str, str]
+Row = tuple[str, str, float | None]  # a pair and its score; None where no column has one
 Lines = Callable[[Path, int, int], Iterator[str]]  # `text.read_lines`
 
 
@@ -32,6 +35,11 @@ def by_rows(file: Path) -> bool:
     return kind_of(file) in (PARQUET, ARROW)
 
 
+def has_header(file: Path, columns: Columns) -> bool:
+    """Whether the first line of a file names its columns."""
+    return kind_of(file) not in (PARQUET, ARROW, *JSON) and any(isinstance(column, str) for column in columns)
+
+
 def count_rows(file: Path) -> int:
     """The rows of a file that is read `by_rows`. Raises `UserError`."""
     if kind_of(file) == PARQUET:
@@ -40,72 +48,85 @@ def count_rows(file: Path) -> int:
 
 
 def read_table(file: Path, columns: Columns, read_lines: Lines, first: int = 0, start: int = 0,
-               rows: int | None = None) -> Iterator[Pair]:
-    """The pairs of a file.
+               rows: int | None = None) -> Iterator[Row]:
+    """The rows of a file, a header not among them.
 
     Args:
         read_lines: what reads lines.
-        first: how many lines or rows to pass by; `start`: see `read_lines`.
-        rows: how many lines or rows to read; None: all.
+        first: how many rows to pass by; `start`: see `read_lines`.
+        rows: how many to read; None: all.
 
     Raises:
-        UserError: the file cannot be read, or has not these columns.
+        UserError: the file cannot be read, or has not these columns; or a score is no number.
     """
     if by_rows(file):
         yield from itertools.islice(_read_rows(file, columns, first), rows)
         return
-    lines = itertools.islice(read_lines(file, first, start), rows)
-    numbers = columns
-    if kind_of(file) not in JSON and isinstance(columns[0], str):
-        header = next(read_lines(file, 0, 0), "").split("\t")
-        numbers = [_number(file, header, column) for column in columns]
-        if not first:
-            next(lines, None)
-            first = 1
-    for number, line in enumerate(lines, start=first + 1):
-        if kind_of(file) in JSON:
-            yield _of_json(line, file, number, columns)
+    places: list[int] = []
+    if kind_of(file) not in JSON:
+        named = has_header(file, columns)
+        header = next(read_lines(file, 0, 0), "").split("\t") if named else []
+        places = [_place(file, header, column) for column in columns]
+        first += named
+    for number, line in enumerate(itertools.islice(read_lines(file, first, start), rows), start=first + 1):
+        if places:
+            yield _of_cells(line, file, number, places)
         else:
-            yield _of_cells(line, file, number, numbers)
+            yield _of_json(line, file, number, columns)
 
 
-def _number(file: Path, header: list[str], column: int | str) -> int:
+def _place(file: Path, header: list[str], column: int | str) -> int:
     if isinstance(column, str) and column not in header:
         raise UserError(f"{file} has no column {column!r}; its first line names {', '.join(header)}")
     return header.index(column) + 1 if isinstance(column, str) else column
 
 
-def _of_cells(line: str, file: Path, number: int, columns: Columns) -> Pair:
-    cells, places = line.split("\t"), [int(column) for column in columns]
+def _of_cells(line: str, file: Path, number: int, places: Sequence[int]) -> Row:
+    cells = line.split("\t")
     if len(cells) < max(places):
         raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' is "
-                        f"{places} (counted from 1); correct the line or the setting")
-    return cells[places[0] - 1], cells[places[1] - 1]
+                        f"{list(places)} (counted from 1); correct the line or the setting")
+    score = _score(cells[places[2] - 1], f"{file}, line {number}", places[2]) if places[2:] else None
+    return cells[places[0] - 1], cells[places[1] - 1], score
 
 
-def _of_json(line: str, file: Path, number: int, columns: Columns) -> Pair:
+def _score(value: Any, where: str, column: int | str) -> float:
+    """A score as a number. Raises `UserError` if it is none."""
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        score = math.nan
+    if math.isnan(score):
+        raise UserError(f"{where}: the score in the column {column!r} is {value!r}, must be a number; correct it, or "
+                        "name another column in cleaning.score")
+    return score
+
+
+def _of_json(line: str, file: Path, number: int, columns: Columns) -> Row:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}, line {number}: no JSON ({error}); write an object a line") from None
-    return _texts(value, f"{file}, line {number}", columns)
+    return _values(value, f"{file}, line {number}", columns)
 
 
-def _texts(value: Any, where: str, columns: Columns) -> Pair:
-    """The two columns of a JSON object or a row."""
-    texts = []
+def _values(row: Any, where: str, columns: Columns) -> Row:
+    """The columns of a JSON object or a row."""
+    values = []
     for column in columns:
-        found = value
+        found = row
         for key in str(column).split("."):
             found = found.get(key) if isinstance(found, dict) else None
+        values.append(found)
+    for column, found in zip(columns[:2], values):
         if not isinstance(found, str):
-            named = ", ".join(map(str, value)) if isinstance(value, dict) else "none"
+            named = ", ".join(map(str, row)) if isinstance(row, dict) else "none"
             raise UserError(f"{where}: no text in the column {column!r}; 'columns' names two of its own ({named})")
-        texts.append(" ".join(found.split("\n")))
-    return texts[0], texts[1]
+    src, trg = (" ".join(found.split("\n")) for found in values[:2])
+    return src, trg, _score(values[2], where, columns[2]) if columns[2:] else None
 
 
-def _read_rows(file: Path, columns: Columns, first: int) -> Iterator[Pair]:
+def _read_rows(file: Path, columns: Columns, first: int) -> Iterator[Row]:
     passed = 0
     if kind_of(file) == PARQUET:
         parquet = _parquet(file)
@@ -124,7 +145,7 @@ def _read_rows(file: Path, columns: Columns, first: int) -> Iterator[Pair]:
         passed += batch.num_rows
         if begin < batch.num_rows:
             for number, row in enumerate(batch.slice(begin).to_pylist(), start=passed - batch.num_rows + begin + 1):
-                yield _texts(row, f"{file}, row {number}", columns)
+                yield _values(row, f"{file}, row {number}", columns)
 
 
 def _parquet(file: Path) -> Any:

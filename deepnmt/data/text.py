@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from xopen import xopen
 
-from deepnmt.config import Corpus
-from deepnmt.data.tables import COMPRESSED, Pair, by_rows, count_rows, read_table
+from deepnmt.config import Cleaning, Corpus
+from deepnmt.data.tables import COMPRESSED, Columns, Pair, Row, by_rows, count_rows, read_table
 from deepnmt.errors import UserError
 
 LONGEST_LINE = 2**24  # bytes
@@ -141,15 +141,30 @@ def corpora_of(text: Corpus) -> dict[str, Corpus]:
     return getattr(text, "corpora", None) or {"": text}
 
 
+def cleaning_of(corpus: Corpus) -> Cleaning:
+    """Which pairs of a corpus are left out."""
+    return getattr(corpus, "cleaning", Cleaning())
+
+
+def columns_of(corpus: Corpus) -> Columns:
+    """The columns that are read of a corpus's tables, see `tables.py`."""
+    score = cleaning_of(corpus).score
+    return corpus.columns if score is None else [*corpus.columns, score]
+
+
 def files_of(names: Sequence[str]) -> list[str]:
     """The files that a setting names: those of a folder and those that fit a pattern, in the order of their names.
 
-    A folder that the package `datasets` saved is its Arrow files. A name that fits nothing stays as it is.
+    A folder that the package `datasets` saved is its Arrow files. A name that fits nothing stays as it is. Raises
+    `UserError` where a folder has several data sets.
     """
     found: list[str] = []
     for name in names:
         path = Path(name)
-        state = path / "state.json"
+        state, parts = path / "state.json", path / "dataset_dict.json"
+        if parts.is_file():
+            one = json.loads(parts.read_text(encoding="utf-8")).get("splits") or ["train"]
+            raise UserError(f"{name} holds several data sets ({', '.join(one)}); name one of them: {path / one[0]}")
         if state.is_file():
             listed = json.loads(state.read_text(encoding="utf-8")).get("_data_files", [])
             found += [str(path / entry["filename"]) for entry in listed]
@@ -219,22 +234,28 @@ def count_pairs(text: Corpus) -> int | None:
 
 
 def read_pairs(text: Corpus, tags: bool = True) -> Iterator[Pair]:
-    """Yields (source, target) for every line of every corpus, without surrounding whitespace.
+    """The pairs of `read_rows`. Raises `UserError`."""
+    for src, trg, _ in read_rows(text, tags):
+        yield src, trg
+
+
+def read_rows(text: Corpus, tags: bool = True) -> Iterator[Row]:
+    """Yields source, target and score for every line of every corpus, without surrounding whitespace.
 
     Args:
         tags: put a corpus's tag, and a space, in front of its sources.
 
     Raises:
         UserError: a file is missing; see `read_lines`; two files differ in their number of lines; a TSV line has too
-            few columns; the corpus has no lines.
+            few columns, or a score that is no number; the corpus has no lines.
     """
     for corpus in corpora_of(text).values():
         files = input_files(corpus)[:len(pair_files(corpus))]
         empty = True
         tag = f"{corpus.tag} " if corpus.tag and tags else ""
-        for src, trg in (_pairs_of_tables(files, corpus) if corpus.tsv else _pairs_of_two(files)):
+        for src, trg, score in (_rows_of_tables(files, corpus) if corpus.tsv else _rows_of_two(files)):
             empty = False
-            yield tag + src.strip(), trg.strip()
+            yield tag + src.strip(), trg.strip(), score
         if empty:
             raise UserError(f"there is no text in {', '.join(map(str, files))}: the corpus has 0 lines; give another "
                             "file")
@@ -252,9 +273,10 @@ def write_pairs(files: Sequence[Path], pairs: Iterable[Pair]) -> int:
     return count
 
 
-def _pairs_of_two(files: list[Path]) -> Iterator[Pair]:
-    for src, trg in zip(files[::2], files[1::2]):
-        yield from side_by_side(read_lines(src), read_lines(trg), src, trg)
+def _rows_of_two(files: list[Path]) -> Iterator[Row]:
+    for src_file, trg_file in zip(files[::2], files[1::2]):
+        for src, trg in side_by_side(read_lines(src_file), read_lines(trg_file), src_file, trg_file):
+            yield src, trg, None
 
 
 def side_by_side(lines: Iterator[str], others: Iterator[str], name: str | Path, other: str | Path) -> Iterator[Pair]:
@@ -273,5 +295,5 @@ def unequal_lines(src: str | Path, src_lines: int, trg: str | Path, trg_lines: i
                      "the other, so give files of equal length")
 
 
-def _pairs_of_tables(files: list[Path], corpus: Corpus) -> Iterator[Pair]:
-    return itertools.chain.from_iterable(read_table(file, corpus.columns, read_lines) for file in files)
+def _rows_of_tables(files: list[Path], corpus: Corpus) -> Iterator[Row]:
+    return itertools.chain.from_iterable(read_table(file, columns_of(corpus), read_lines) for file in files)

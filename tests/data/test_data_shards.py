@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -27,10 +26,9 @@ from warm import Warm, train
 
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import WEIGHTS, list_checkpoints
-from deepnmt.config import Cleaning, Filters, Recipe, dump_recipe
+from deepnmt.config import Recipe, dump_recipe
 from deepnmt.data import parts
 from deepnmt.data.batching import START, WINDOW, Position, Stream, plan_epoch
-from deepnmt.data.filters import KEPT, code_of, filter_corpora
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.parts import Part, parts_folder
 from deepnmt.data.prepare import prepare
@@ -472,67 +470,3 @@ def test_mistakes(prepared: Path, plain: Recipe, texts: dict[str, Any], tmp_path
     unequal = {"src": str(file), "trg": texts["web"]["trg"]}
     with user_error(r"news.en has 230 lines and .*web.de has 410; line N of one must translate"):
         prepare(_recipe(prepared, tmp_path / "unequal", {"a": unequal}))
-
-
-# -- cleaning ----------------------------------------------------------------------------------------------------------
-
-
-CLEAN = ("das Haus hat 3 Türen", "у дома 3 двери")
-FAULTS = {
-    "scripts": ("das Haus hat 3 Türen", "the house has 3 doors"),
-    "same_digits": ("das Haus hat 3 Türen", "у дома 4 двери"),
-    "max_length_ratio": ("das Haus hat 3 Türen und noch viele Fenster", "дом 3"),
-    "min_letters": ("### == 3 == ### Haus", "дом 3"),
-    "drop_same_letters": ("Дом, 3!", "дом 3"),
-}
-RULES = {"scripts": ["Latin", "Cyrillic"], "same_digits": True, "max_length_ratio": 4.0, "min_letters": 0.4,
-         "drop_same_letters": True}
-
-
-def _reference(rule: str, src: str, trg: str) -> bool:
-    """What each rule says, in other words than the filters."""
-    if rule == "scripts":
-        return sum("a" <= c.lower() <= "z" or c in "äöüÄÖÜß" for c in src) * 2 < sum(c.isalpha() for c in src) or (
-            sum("\u0400" <= c <= "\u04ff" for c in trg) * 2 < sum(c.isalpha() for c in trg))
-    if rule == "same_digits":
-        src_digits, trg_digits = (sorted(filter(None, re.split(r"\D+", side))) for side in (src, trg))
-        return src_digits != trg_digits
-    if rule == "max_length_ratio":
-        return len(src) > 4 * len(trg) or len(trg) > 4 * len(src)
-    if rule == "min_letters":
-        return any(len([c for c in side if c.isalpha()]) / len(side.replace(" ", "")) < 0.4 for side in (src, trg))
-    return [c for c in src.lower() if c.isalnum()] == [c for c in trg.lower() if c.isalnum()]
-
-
-@pytest.mark.parametrize("rule", list(RULES))
-def test_each_rule_leaves_out_its_planted_fault(rule: str) -> None:
-    pairs = [CLEAN, *FAULTS.values()]
-    cleaning = Cleaning(**{rule: RULES[rule]})  # type: ignore[arg-type]
-    codes, overlap = filter_corpora([(Cleaning(), pairs), (cleaning, pairs)], Filters(drop_duplicates=False))
-    assert not codes[:len(pairs)].any() and overlap == 0, "another corpus is not cleaned"
-    due = [code_of(rule) if _reference(rule, *pair) else KEPT for pair in pairs]
-    assert codes[len(pairs):].tolist() == due
-    assert due[0] == KEPT and due[pairs.index(FAULTS[rule])] != KEPT
-
-
-def test_cleaning_and_overlap_are_counted(prepared: Path, texts: dict[str, Any], tmp_path: Path,
-                                          capsys: pytest.CaptureFixture[str]) -> None:
-    """In one piece as in shards; the overlap is a warning by default."""
-    files = {side: tmp_path / f"more.{side}" for side in ("src", "trg")}
-    for side, form in (("src", "dog {}"), ("trg", "Dog, {}!")):
-        planted = "".join(form.format(number) + "\n" for number in range(30))
-        files[side].write_text(planted + Path(texts["news"][side]).read_text(encoding="utf-8"), encoding="utf-8")
-    more = {side: str(file) for side, file in files.items()}
-    train = {"news": {**more, "cleaning": {"drop_same_letters": True}}, "web": texts["web"]}
-    splits = []
-    for name, data in (("one", {"shard_pairs": 0}), ("many", {})):
-        recipe = _recipe(prepared, tmp_path / name, train, valid=texts["news"], **data)
-        prepare(recipe)
-        splits.append(PreparedData.open(recipe.data.folder).manifest["splits"]["train"])
-        assert "of 670 training pairs have a sentence of the validation or a test text" in capsys.readouterr().err
-    assert splits[0] == splits[1]
-    assert splits[0]["left_out"]["drop_same_letters"] == 30 and splits[0]["overlap"] > 100
-    dropped, overlap = filter_corpora([(Cleaning(), [CLEAN, ("ein Haus", "дом")])], Filters(drop_overlap=True), {"дом"})
-    assert dropped.tolist() == [KEPT, code_of("overlap")] and overlap == 1
-    with user_error("was made with data.train.news.cleaning .*, but the recipe has None"):
-        open_prepared(_recipe(prepared, tmp_path / "many", {**texts, "news": more}, valid=texts["news"]))

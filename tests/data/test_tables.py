@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from corpus_recipes import recipe_of
 from refusals import user_error
+from xopen import xopen
 
 from deepnmt.config import Corpus
 from deepnmt.data.prepare import prepare
@@ -35,6 +38,35 @@ def _tsv(folder: Path) -> dict[str, Any]:
     lines = ["en\tx\tde", *("\t\t".join((trg.replace("\t", " "), src)) for src, trg in PAIRS)]
     (folder / "a.tsv").write_text("\n".join(lines), encoding="utf-8")
     return {"tsv": str(folder / "a.tsv"), "columns": ["de", "en"]}
+
+
+def _tsv_files(folder: Path) -> dict[str, Any]:
+    """Several, with a header each, so that units go over from one to the next; the second is packed."""
+    for name, pairs in (("a.tsv", PAIRS[:9]), ("b.tsv.gz", PAIRS[9:16]), ("c.tsv", PAIRS[16:])):
+        lines = ["de\ten", *(f"{src}\t{trg}".replace("\twith", " with") for src, trg in pairs)]
+        write = gzip.open if name.endswith(".gz") else open
+        with write(folder / name, "wt", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+    return {"tsv": str(folder / "?.tsv*"), "columns": ["de", "en"]}
+
+
+def _packed(folder: Path) -> dict[str, Any]:
+    """A file by each of the four packers, one after the other."""
+    corpus = _plain(folder)
+    files: dict[str, list[str]] = {"src": [], "trg": []}
+    for side in files:
+        lines = Path(corpus[side]).read_bytes().splitlines(keepends=True)
+        for part, suffix in enumerate((".gz", ".bz2", ".xz", ".zst")):
+            file = folder / f"{part}.{side}{suffix}"
+            with xopen(file, "wb") as stream:
+                stream.write(b"".join(lines[7 * part:7 * part + 7]))
+            files[side].append(str(file))
+    return files
+
+
+def _json_packed(folder: Path) -> dict[str, Any]:
+    (folder / "a.jsonl.bz2").write_bytes(bz2.compress("".join(json.dumps(row) + "\n" for row in _rows()).encode()))
+    return {"tsv": str(folder / "a.jsonl.bz2"), "columns": NAMES}
 
 
 def _json(folder: Path) -> dict[str, Any]:
@@ -82,7 +114,7 @@ def _datasets(folder: Path) -> dict[str, Any]:
     return {"tsv": str(saved), "columns": NAMES}
 
 
-SOURCES = [_tsv, _json, _pattern, _folder, _parquet, _datasets]
+SOURCES = [_tsv, _tsv_files, _packed, _json, _json_packed, _pattern, _folder, _parquet, _datasets]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -98,9 +130,7 @@ def test_the_same_pairs_from_each_source(source: Any, prepared: Path, tmp_path: 
             data = PreparedData.open(recipe.data.folder)
             found[name, pairs] = data.fingerprint, data.split("train").source_per_target
     assert found["plain", 0] == found["other", 0]
-    assert found["plain", 7][1] == found["other", 7][1] == found["plain", 0][1]
-    if source not in (_tsv,):  # whose first line, the header, is one of the seven of its first unit
-        assert found["plain", 7] == found["other", 7]
+    assert found["plain", 7] == found["other", 7] and found["plain", 7][1] == found["plain", 0][1]
 
 
 def test_faults_of_tables(tmp_path: Path) -> None:
@@ -119,4 +149,7 @@ def test_faults_of_tables(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x\n", encoding="utf-8")
     with user_error(r"\*.src are 2 files, but .*\*.trg are 1; each must have its translation"):
         input_files(Corpus(src=[str(tmp_path / "*.src")], trg=[str(tmp_path / "*.trg")]))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
+    with user_error(r"holds several data sets \(train, test\); name one of them: .*/train"):
+        files_of([str(tmp_path)])
     assert files_of([str(tmp_path / "none.*"), "x"]) == [str(tmp_path / "none.*"), "x"]

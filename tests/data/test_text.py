@@ -12,8 +12,8 @@ import pytest
 from refusals import user_error
 from xopen import xopen
 
-from deepnmt.config import Cleaning, Corpus, Filters
-from deepnmt.data.filters import filter_by_length, filter_corpora, tally
+from deepnmt.config import Corpus, Filters
+from deepnmt.data.filters import Rules, filter_by_length, filter_corpora, tally
 from deepnmt.data.text import LONGEST_LINE, read_lines, read_pairs
 from deepnmt.errors import UserError
 
@@ -102,10 +102,11 @@ def test_missing_file_folder_short_row_and_empty_corpus(tmp_path: Path) -> None:
 def test_text_filters_keep_the_first_of_duplicates() -> None:
     pairs = [("a", "b"), ("", "b"), ("a", ""), ("c", "c"), ("a", "b"), ("a", "d"), ("ab", ""), ("a", "b")]
     counts = {"empty": 3, "identical": 1, "duplicate": 2, "too_long": 0, "ratio": 0}
-    codes, _ = filter_corpora([(Cleaning(), pairs)], Filters())
+    rows = [(*pair, None) for pair in pairs]
+    codes, _ = filter_corpora([(Rules(), rows)])
     assert tally(codes) == counts
     assert np.flatnonzero(codes == 0).tolist() == [0, 5]
-    lenient, _ = filter_corpora([(Cleaning(), pairs)], Filters(drop_duplicates=False, drop_identical=False))
+    lenient, _ = filter_corpora([(Rules(Filters(drop_duplicates=False, drop_identical=False)), rows)])
     assert tally(lenient) == {**counts, "identical": 0, "duplicate": 0}
 
 

@@ -199,10 +199,10 @@ def test_a_recipe_beside_its_own_run_names_its_code_from_the_start(
 
 
 @pytest.mark.parametrize(("code", "fault"), [
-    ("x = 1\n", "defines no block, schedule, objective or task; write a table of them at its end, such as "
-                'BLOCKS = {"sandwich": '),
-    ("BLOCKS = {}\n", "defines no block, schedule, objective or task"),
-    ("BLOCKS = 3\n", "defines no block, schedule, objective or task"),
+    ("x = 1\n", "defines no block, schedule, objective, task or language identifier; write a table of them at its end, "
+                'such as BLOCKS = {"sandwich": '),
+    ("BLOCKS = {}\n", "defines no block, schedule, objective, task or language identifier"),
+    ("BLOCKS = 3\n", "defines no block, schedule, objective, task or language identifier"),
     ("def (\n", "cannot be run: SyntaxError: invalid syntax"),
     ("raise OSError('x')\n", "my.py cannot be run: OSError: x"),
     ("raise SystemExit(3)\n", "my.py cannot be run: SystemExit: 3"),
