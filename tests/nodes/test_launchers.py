@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -29,6 +30,8 @@ from node_runs import (
     words,
 )
 from warm import Warm
+
+from deepnmt.cli import main
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
@@ -80,6 +83,39 @@ def test_sbatch_is_stopped_requeued_and_resumes_to_the_same_bits(
     assert "stopped by SIGTERM to rank " in text(log) and "resuming from" in text(log), text(log)
     assert "Restarts=1" in show()
     assert_same(run, expected, 300)
+
+
+def test_arrays_prepare_a_text_and_translate_one(machines: Machines, prepared: Path, expected: Expected) -> None:
+    """In parts, on both machines; the bytes are those of one call."""
+    data, log, run = machines.shared / "parts", machines.shared / "array.log", expected(20)
+    settings = ("data.shard_pairs=150", "vocab.size=80")
+
+    def array(name: str, line: str, *options: str) -> str:
+        code, said = machines.run("n1", f"sbatch --parsable --array=1-3 --cpus-per-task=1 --mem=0 --gpus-per-task=0 "
+                                  f"--output={log} {' '.join(options)} {LAUNCH}/{name}.sbatch {line}",
+                                  VENV=sys.prefix, DS_ACCELERATOR="cpu")
+        assert code == 0, said
+        return re.findall(r"^\d+$", said, re.M)[0]
+
+    line = shlex.join([str(prepared / "recipe.yaml"), f"data.folder={data}", *settings])
+    first = array("prepare", line)
+    second = array("prepare", line, f"--dependency=afterok:{first}")
+    wait_for(lambda: (data / "manifest.json").exists(), 150, lambda: text(log))
+    wait_for(lambda: second not in machines.run("n1", "squeue --noheader --format=%A")[1], 60, lambda: text(log))
+    alone = machines.shared / "alone"
+    assert main("prepare", [str(prepared / "recipe.yaml"), f"data.folder={alone}", *settings]) == 0
+    assert files_of(data) == files_of(alone)
+
+    output, whole = machines.shared / "made.de", machines.shared / "whole.de"
+    source = prepared / "text" / "valid.en"
+    array("translate", shlex.join([str(run), "--input", str(source), "--output", str(output)]))
+    wait_for(output.exists, 150, lambda: text(log))
+    assert main("translate", [str(run), "--input", str(source), "--output", str(whole)]) == 0
+    assert output.read_bytes() == whole.read_bytes()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 # -- deepspeed with a hostfile -----------------------------------------------------------------------------------------
