@@ -23,7 +23,7 @@ def end_stages(recipe: Recipe, stream: Any, state: TrainState) -> list[str]:
     ends within an epoch leaves the rest of that out: the next begins with an epoch.
     """
     said: list[str] = []
-    stages = recipe.data.stages
+    stages = getattr(recipe.data, "stages", ())  # the data of other tasks have none
     while len(state.stages) + 1 < len(stages):
         epoch, update = state.stages[-1] if state.stages else (0, 0)
         until = stages[len(state.stages)].until
