@@ -424,7 +424,23 @@ def _search(
             raise UserError(f"translate.backend is {settings.backend}, with which deepnmt gives no beginnings of "
                             "translations; set translate.backend=torch")
         return searcher.search(sources, most, settings, barred)
-    state = stepper(model, padded(sources, device), torch.tensor(lengths, device=device), width, max(most))
+    return search_batch(model, padded(sources, device), lengths, most, given, numbers, settings, seed, stepper, barred)
+
+
+def search_batch(
+    model: Transformer, src: Tensor, lengths: Sequence[int], most: Sequence[int], given: Sequence[Sequence[int]],
+    numbers: Sequence[int], settings: config.Translate, seed: int, stepper: MakeStepper, barred: tuple[int, ...],
+) -> list[list[Candidate]]:
+    """deepnmt's own search in one batch of sources of any kind; the best hypotheses come first.
+
+    Args:
+        src: as the model's `encode` takes them, token ids [B, S] or others.
+        lengths: of the sources, as the encoder counts them.
+        most: of each source, the most tokens of a hypothesis.
+        given, numbers, barred: see `_search`.
+    """
+    device, width = model.output_weight.device, getattr(settings, SEARCHES[settings.method].width)
+    state = stepper(model, src, torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
     rules = Rules(barred, settings.min_length, settings.no_repeat_ngram, padded(given, device) if any(given) else None)
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)

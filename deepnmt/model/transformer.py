@@ -212,7 +212,7 @@ class Transformer(nn.Module):
         """src [B, S] to the memory [B, S, D]; its values at padding have no meaning. A stage may begin with a stream x,
         and ends with one if the stack goes on in the next."""
         if self.encoder.input is not None:
-            x = self.encoder.start(self.encoder.input(self.table("src")(src), dropout_key))
+            x = self.encoder.start(self.encoder.input(self.embed(src, src_lengths), dropout_key))
         assert x is not None
         if layers := self.encoder.present:
             first = tensors(x)[0]
@@ -234,6 +234,11 @@ class Transformer(nn.Module):
                 mask = key_mask(src_lengths, memory.size(1), memory.dtype)
             x = run_layers(layers, self.recompute, x, memory, mask, dropout_key)
         return x if self.decoder.norm is None else self.decoder.norm(x)
+
+    def embed(self, src: Tensor, src_lengths: Tensor) -> Tensor:
+        """src [B, S] to the vectors [B, S, D] that the encoder's input layer takes. A task whose source is not tokens
+        has another way, and its lengths count these vectors."""
+        return self.table("src")(src)
 
     def table(self, use: Use) -> nn.Embedding:
         """The embedding table [V, D] for a use; tied uses share one."""

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import (
@@ -129,14 +130,15 @@ def _origin(name: str, grown: Mapping[str, tuple[int, int]], how: str | None) ->
     return ".".join([side, kind, str(index % was if how == "stack" else index * was // now), *rest[1:]])
 
 
-def check_parts(recipe: Recipe) -> None:
+def check_parts(recipe: Recipe, build: Callable[[Recipe], nn.Module] | None = None) -> None:
     """Raises `UserError` if a part that `train.freeze` or `optimizer.lr_factors` names is not in the recipe's model, or
-    nothing is left to train."""
+    nothing is left to train. `build`: builds a task's model; None: that of translation."""
     settings = {"train.freeze": recipe.train.freeze, "optimizer.lr_factors": list(recipe.optimizer.lr_factors)}
     if not any(settings.values()):
         return
     with torch.device("meta"):
-        names = list(dict(Transformer(recipe.model, 8, 8, 0, after_build=lambda part: None).named_parameters()))
+        model = build(recipe) if build else Transformer(recipe.model, 8, 8, 0, after_build=lambda part: None)
+        names = list(dict(model.named_parameters()))
     for setting, parts in settings.items():
         for part in parts:
             if not any(is_in(part, name) for name in names):
