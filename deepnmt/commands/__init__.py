@@ -8,11 +8,16 @@ imported once its arguments have been checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 
-from deepnmt.visitors import task_modules, visitor_modules
+from deepnmt.config import Recipe
+from deepnmt.config.fields import either
+from deepnmt.config.load import read_tree
+from deepnmt.errors import UserError
+from deepnmt.shipped import find_shipped
+from deepnmt.visitors import task_lines, task_modules, visitor_modules
 
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
@@ -32,10 +37,42 @@ def command_modules() -> list[ModuleType]:
 def command_groups() -> dict[str, dict[str, Command]]:
     """All commands by name, under their headlines, in the order in which they are listed."""
     groups: dict[str, list[tuple[str, Command]]] = {headline: [] for headline in (RECIPES, TEXT, EXAMINE, TRY)}
+    by_task: dict[str, dict[str, Command]] = {}  # commands that tasks have, by their names and the task's
+    for module in task_modules("commands"):
+        for name, command in module.COMMANDS.items():
+            by_task.setdefault(name, {})[module.__name__.split(".")[-2]] = command
     for module in command_modules():
         listed = groups[module.GROUP]
         names = [name for name, _ in listed]
         before = getattr(module, "BEFORE", None)
         place = names.index(before) if before in names else len(names)
-        listed[place:place] = module.COMMANDS.items()
+        listed[place:place] = [(name, _of_task(name, by_task[name]) if name in by_task else command)
+                               for name, command in module.COMMANDS.items() if name not in names]
     return {headline: dict(listed) for headline, listed in groups.items()}
+
+
+def _of_task(name: str, commands: Mapping[str, Command]) -> Command:
+    """A command that tasks have, under one name: that of the task of the recipe it is given, by default that of
+    translation."""
+    default = commands.get(Recipe.default("task"), next(iter(commands.values())))
+
+    def run(words: list[str]) -> int | None:
+        task = task_named(words)
+        if task in task_lines() and task not in commands:
+            raise UserError(f"{name} is a command of task: {either(list(commands))}, but the recipe has task: {task}; "
+                            "see deepnmt --help for others")
+        return commands.get(task, default)(words)
+
+    run.__doc__ = default.__doc__
+    return run
+
+
+def task_named(words: Sequence[str]) -> str:
+    """The task of the first recipe or run in a command line; "" if there is none."""
+    for word in words:
+        file = find_shipped(word)
+        if file.is_dir():
+            file /= "recipe.yaml"
+        if not word.startswith("-") and file.suffix in (".yaml", ".yml") and file.is_file():
+            return str(read_tree(file).get("task", Recipe.default("task")))
+    return ""

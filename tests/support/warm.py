@@ -184,6 +184,6 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
 
 
 if __name__ == "__main__":
-    rooms = (*TESTS.iterdir(), *TESTS.glob("extras/*"))
+    rooms = (*TESTS.iterdir(), *TESTS.glob("extras/*"), *TESTS.glob("tasks/*"))
     sys.path[:0] = [str(ROOT), *(str(room) for room in rooms if room.is_dir())]
     sys.exit(serve())

@@ -1,0 +1,3 @@
+"""Speech recognition: `task: speech`."""
+
+LINE = "from speech to text"

@@ -1,0 +1,143 @@
+"""Lists of utterances, and audio files to features. Each fault is a sentence with the list, the line and the file."""
+
+from __future__ import annotations
+
+import struct
+import wave
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepnmt.data.text import files_of, read_lines
+from deepnmt.errors import UserError
+from deepnmt.tasks.speech.filterbanks import BINS, filter_banks, normalised
+
+Features = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A line of a list.
+
+    Attributes:
+        where: "LIST, line N (FILE)", for messages.
+        file: the audio, or ready features.
+        text: the transcript; "" if there is none.
+    """
+
+    where: str
+    file: Path
+    text: str
+
+
+def utterance_of(line: str, number: int, listed: Path | None) -> Utterance:
+    """Line `number` of a list; None: standard input, with paths from the present folder. Raises `UserError` if it
+    names no file."""
+    name, _, text = line.partition("\t")
+    name = name.strip()
+    if not name:
+        raise UserError(f"{listed or 'standard input'}, line {number}: there is no file; give PATH, a tab and the "
+                        "transcript")
+    file = (listed.parent if listed else Path()) / name
+    return Utterance(f"{listed or 'standard input'}, line {number} ({name})", file, text.strip())
+
+
+def read_lists(names: Sequence[str], setting: str) -> Iterator[Utterance]:
+    """The utterances of lists, all of which have a transcript. Raises `UserError`; `setting` names the lists."""
+    empty = True
+    for listed in map(Path, files_of(names)):
+        if not listed.is_file():
+            raise UserError(f"{setting}: there is no list {listed}; correct its path")
+        for number, line in enumerate(read_lines(listed), start=1):
+            utterance, empty = utterance_of(line, number, listed), False
+            if not utterance.text:
+                raise UserError(f"{utterance.where}: the transcript is empty; write it after a tab, or remove the line")
+            yield utterance
+    if empty:
+        raise UserError(f"{setting}: there is no utterance in {', '.join(names)}; give another list")
+
+
+def features_of(utterance: Utterance, rate: int, max_frames: int) -> Features:
+    """The normalised features [frames, 80] of an utterance.
+
+    Raises:
+        UserError: there is no such file, it is damaged, has another rate or several channels, or is too short or long.
+    """
+    if not utterance.file.is_file():
+        raise UserError(f"{utterance.where}: there is no such file; correct the path, which is from the list's folder")
+    ready = utterance.file.suffix == ".npy"
+    features = _ready(utterance) if ready else filter_banks(read_wave(utterance, rate), rate)
+    if not len(features):
+        raise UserError(f"{utterance.where}: the audio is shorter than a frame of 25 ms; remove the line")
+    if len(features) > max_frames:
+        raise UserError(f"{utterance.where}: the audio has {len(features)} frames of 10 ms, but data.max_frames is "
+                        f"{max_frames}; cut it into several, remove the line, or set data.max_frames higher")
+    return normalised(features)
+
+
+def _ready(utterance: Utterance) -> Features:
+    try:
+        features = np.load(utterance.file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{utterance.where}: the array cannot be read ({error}); write it anew with numpy.save"
+                        ) from None
+    if features.ndim != 2 or features.shape[1] != BINS or features.dtype.kind != "f":
+        raise UserError(f"{utterance.where}: the array has shape {list(features.shape)} of {features.dtype}, must be "
+                        f"[frames, {BINS}] of floats")
+    if not np.isfinite(features).all():
+        raise UserError(f"{utterance.where}: the array holds what is no number (NaN or infinity); write it anew")
+    return features.astype(np.float32)
+
+
+def read_wave(utterance: Utterance, rate: int) -> Features:
+    """The samples of an audio file, from -1 to 1. WAV of 16 bits needs no library. Raises `UserError`."""
+    file = utterance.file
+    head = file.open("rb").read(12)
+    if head[:4] == b"RIFF" and struct.unpack("<I", head[4:8])[0] + 8 > file.stat().st_size:
+        raise UserError(f"{utterance.where}: the audio is truncated: its header promises more than the "
+                        f"{file.stat().st_size:,} bytes there are; get the file again")
+    samples, its_rate = _plain_wave(file) or _any_audio(utterance)
+    if its_rate != rate:
+        raise UserError(f"{utterance.where}: the audio has {its_rate:,} samples a second, but data.sample_rate is "
+                        f"{rate:,}; convert it, for example with sox FILE -r {rate} OTHER.wav")
+    if samples.ndim != 1:
+        raise UserError(f"{utterance.where}: the audio has {samples.shape[1]} channels, must have one; convert it, for "
+                        "example with sox FILE -c 1 OTHER.wav")
+    return samples
+
+
+def _plain_wave(file: Path) -> tuple[Features, int] | None:
+    """The samples and the rate of a WAV of 16-bit integers; None if the file is another."""
+    try:
+        with wave.open(str(file), "rb") as audio:
+            if audio.getsampwidth() != 2:
+                return None
+            samples = np.frombuffer(audio.readframes(audio.getnframes()), "<i2").astype(np.float32) / np.float32(2**15)
+            channels = audio.getnchannels()
+            return samples if channels == 1 else samples.reshape(-1, channels), audio.getframerate()
+    except (wave.Error, EOFError, ValueError):
+        return None
+
+
+def _any_audio(utterance: Utterance) -> tuple[Any, int]:
+    try:
+        import soundfile
+    except (ImportError, OSError):  # OSError: without libsndfile
+        raise UserError(f"{utterance.where}: only WAV of 16 bits is read without soundfile, which is not installed: "
+                        "pip install 'deepnmt[speech]'") from None
+    try:
+        with soundfile.SoundFile(str(utterance.file)) as audio:
+            samples = audio.read(dtype="float32")
+            promised = audio.frames
+            its_rate = audio.samplerate
+    except RuntimeError as error:
+        raise UserError(f"{utterance.where}: the audio cannot be read ({error}), or is truncated; get the file again"
+                        ) from None
+    if len(samples) < promised:
+        raise UserError(f"{utterance.where}: the audio is truncated: {len(samples):,} of {promised:,} samples are "
+                        "there; get the file again")
+    return samples, its_rate

@@ -1,0 +1,88 @@
+"""The commands for a trained speech model: `translate`, `evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deepnmt.arguments import expected_model, parse, recipe_parser, settable
+from deepnmt.commands import TEXT, Command
+from deepnmt.commands.options import checkpoints_of, processes_of
+from deepnmt.config.choices import FORMATS
+from deepnmt.errors import UserError
+
+CHECKPOINT = ("a checkpoint of the run: newest, best, averaged, an update, or a folder (default: the average, else the "
+              "newest)")
+
+
+def translate(words: list[str]) -> None:
+    """Write the text of recordings with a trained model."""
+    parser = recipe_parser(
+        "translate",
+        "Recognises speech: line N of the output is the text of utterance N of a list, whose lines are paths of audio\n"
+        "files. What follows a tab, such as a transcript, is not looked at.\n"
+        "The recipe's translate section sets the search, and translate.NAME=VALUE changes it for this call.\n\n"
+        "Reads a checkpoint of the run, and a file or standard input. Writes a file or standard output.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt translate runs/speech --input list.tsv --output out.txt\n"
+        "deepnmt translate runs/speech --checkpoint best --input list.tsv --format jsonl translate.nbest=5",
+    )
+    add = parser.add_argument
+    add("--input", default="-", metavar="FILE", help="the list, an audio file a line (default: standard input)")
+    add("--output", default="-", metavar="FILE", help="the file of the texts (default: standard output)")
+    add("--format", default="text", choices=list(FORMATS), help="as for text (default text)")
+    add("--checkpoint", action="append", metavar="WHICH", help=CHECKPOINT)
+    args, recipe = parse(parser, words)
+    settable(args, "translate", "a trained model recognises as it is")
+    checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
+    from deepnmt.tasks.speech.recognise import recognise_list
+
+    with processes_of(recipe) as ranks:
+        recognise_list(checkpoints or recipe.run, args.input, args.output, recipe.translate, output_format=args.format,
+                       ranks=ranks, expected=expected_model(args, recipe, checkpoints))
+
+
+def evaluate(words: list[str]) -> None:
+    """Score a trained speech model on test sets."""
+    parser = recipe_parser(
+        "evaluate",
+        "Recognises the test sets of the recipe and prints the word and character error rates, in percent, with a\n"
+        "signature.\n\n"
+        "Reads a checkpoint of the run and the audio. Writes RUN/scores.json and the texts beside it.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt evaluate runs/speech\n"
+        "deepnmt evaluate runs/speech --checkpoint best --test clean translate.beam=10",
+    )
+    add = parser.add_argument
+    add("--test", action="append", metavar="SET", help="a name in data.test; repeat it for several (default: all)")
+    add("--checkpoint", action="append", metavar="WHICH", help=CHECKPOINT)
+    args, recipe = parse(parser, words)
+    settable(args, "evaluate", "a trained model recognises as it is")
+    checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
+    from deepnmt.evaluate.evaluate import text_name
+    from deepnmt.files import write_json, write_text
+    from deepnmt.tasks.speech.recognise import score_lists
+
+    with processes_of(recipe) as ranks:
+        scored = score_lists(recipe, checkpoints or recipe.run, args.test or [], ranks,  # type: ignore[arg-type]
+                             expected_model(args, recipe, checkpoints))
+        if scored is not None:
+            report, texts, checkpoint = scored
+            folder = Path(recipe.run) / "scores"
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, lines in texts.items():
+                write_text(folder / f"{text_name(name)}.hyp", "".join(f"{line}\n" for line in lines))
+            write_json(Path(recipe.run) / "scores.json", {**report.as_json(), "checkpoint": str(checkpoint),
+                                                          "translate": recipe.translate.model_dump()}, indent=1)
+            print(report.table())
+
+
+def _one(checkpoints: list[str]) -> str:
+    """The one checkpoint that is named; "" if none is. Raises `UserError` for several."""
+    if checkpoints[1:]:
+        raise UserError(f"--checkpoint {' '.join(checkpoints)} would make an ensemble, which task: speech does not "
+                        "offer; name one")
+    return checkpoints[0] if checkpoints else ""
+
+
+GROUP = TEXT
+COMMANDS: dict[str, Command] = {"translate": translate, "evaluate": evaluate}

@@ -1,0 +1,202 @@
+"""From audio to text with a trained model: utterances, lists of them, and test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from deepnmt import config
+from deepnmt.checkpoint.checkpoint import (
+    RECIPE,
+    TRG_VOCAB,
+    Which,
+    find_checkpoint,
+    model_in,
+    require_model,
+    verify_model,
+)
+from deepnmt.config import load_recipe
+from deepnmt.config.choices import FORMATS, SEARCHES
+from deepnmt.config.plugins import require_same
+from deepnmt.data.text import files_of
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.decode.formats import WRITERS
+from deepnmt.decode.models import cast_weights, max_length
+from deepnmt.decode.sharing import share
+from deepnmt.decode.steppers import CachedStepper
+from deepnmt.decode.translate import (
+    Hypothesis,
+    check_files,
+    counted,
+    most_steps,
+    one_line,
+    read_text,
+    search_batch,
+    write_lines,
+)
+from deepnmt.errors import UserError, enough_memory
+from deepnmt.evaluate.metrics import EvaluationSet, Report, score_systems
+from deepnmt.evaluate.ratios import edits
+from deepnmt.model.dropout import evaluating
+from deepnmt.model.init import fill
+from deepnmt.processes.ranks import Ranks
+from deepnmt.progress import Progress, no_progress
+from deepnmt.tasks.speech.audio import Utterance, read_lists, utterance_of
+from deepnmt.tasks.speech.data import Frames, padded_frames
+from deepnmt.tasks.speech.model import SpeechTransformer, build_of
+from deepnmt.tasks.speech.prepare import read_features
+from deepnmt.tasks.speech.settings import SHORTER, SpeechRecipe
+from deepnmt.tokens import UNK
+
+METRICS = ("wer", "cer")
+
+
+def load_speech(folder: Path, which: Which = "auto", expected: config.Model | None = None
+                ) -> tuple[SpeechTransformer, Vocabulary, SpeechRecipe, Path]:
+    """A trained model in evaluation mode on the CPU, its vocabulary, its recipe and its checkpoint; `folder` is a
+    checkpoint or a run. Raises `UserError` if there is none, it is damaged, or holds another model than `expected`."""
+    checkpoint = find_checkpoint(folder, which)
+    verify_model(checkpoint)
+    recipe = load_recipe(checkpoint / RECIPE)
+    require_same(recipe.plugins, checkpoint)
+    if not isinstance(recipe, SpeechRecipe):
+        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of speech; give another "
+                        "checkpoint")
+    require_model(checkpoint, expected)
+    vocab = Vocabulary.load(checkpoint / TRG_VOCAB)
+    model = cast(SpeechTransformer, build_of(recipe, vocab.size)(lambda part: None))
+    fill(model, model_in(checkpoint))
+    return model.eval(), vocab, recipe, checkpoint
+
+
+def recognise(
+    model: SpeechTransformer, vocab: Vocabulary, features: Sequence[Frames], settings: config.Translate, *,
+    seed: int = 1, numbers: Sequence[int] | None = None, progress: Progress = no_progress,
+) -> list[list[Hypothesis]]:
+    """At most `settings.nbest` hypotheses of each utterance, best first, in the same order.
+
+    Args:
+        features: [frames, 80] of each, normalised.
+        settings: of the search.
+        seed, numbers: of sampling, and the utterances' numbers, from 1.
+        progress: is told how many are done.
+    """
+    positions = [-(-len(frames) // SHORTER) for frames in features]
+    order = sorted(range(len(features)), key=lambda i: (-positions[i], i))
+    numbers = range(1, len(features) + 1) if numbers is None else numbers
+    results: list[list[Hypothesis]] = [[] for _ in features]
+    barred = () if settings.unknown else (UNK,)
+    width: int = getattr(settings, SEARCHES[settings.method].width)
+    device, done = model.output_weight.device, 0
+    remedy = f"lower translate.beam ({settings.beam:,}) or translate.batch_tokens ({settings.batch_tokens:,})"
+    with evaluating(model), torch.inference_mode(), enough_memory(remedy):
+        while done < len(order):
+            size = max(1, settings.batch_tokens // (positions[order[done]] * width))
+            batch = order[done:done + size]
+            src, lengths = padded_frames([features[i] for i in batch])
+            most = [most_steps(model, settings, int(length)) for length in lengths]
+            found = search_batch(model, torch.from_numpy(src).to(device), lengths.tolist(), most, [[]] * len(batch),
+                                 [numbers[i] for i in batch], settings, seed, CachedStepper, barred)
+            for i, candidates in zip(batch, found, strict=True):
+                results[i] = [Hypothesis(one_line(vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens), c.ended,
+                                         vocab.to_pieces(c.tokens)) for c in candidates]
+            done += len(batch)
+            progress(done)
+    return results
+
+
+def recognise_shared(
+    model: SpeechTransformer, vocab: Vocabulary, utterances: Sequence[Any], recipe: SpeechRecipe,
+    settings: config.Translate, ranks: Ranks, progress: Progress = no_progress,
+) -> Iterator[list[Hypothesis]]:
+    """`recognise` for utterances, or for features that are there, shared among processes. Yields the hypotheses of each
+    in order on rank 0, nothing on other ranks. Collective."""
+    data = recipe.data
+
+    def work(items: list[Any], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
+        heard = isinstance(items[0], Utterance) if items else False
+        most = SHORTER * max_length(model)
+        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers)
+                    ] if heard else items
+        found = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers, progress=progress)
+        return [[list(asdict(h).values()) for h in best] for best in found]
+
+    def length(item: Any) -> int:
+        return item.file.stat().st_size if isinstance(item, Utterance) and item.file.is_file() else 0
+
+    for best in share(utterances, length, work, ranks, progress):
+        yield [Hypothesis(*h) for h in best]
+
+
+def recognise_list(
+    folder: str | Path, source: str, target: str, settings: config.Translate, *, output_format: str = "text",
+    ranks: Ranks | None = None, expected: config.Model | None = None,
+) -> None:
+    """Writes the text of each utterance of a list, whose transcripts, if it has them, are not looked at.
+
+    Args:
+        folder: a checkpoint or a run.
+        source: the list; "-" is standard input.
+        target: the output file; "-" is standard output.
+        settings: of the search.
+        output_format: of `FORMATS`.
+        ranks: several processes, which share the utterances; by default this one, on the CPU.
+        expected: the model that the checkpoint must hold; None: any.
+
+    Raises:
+        UserError: a file cannot be read or written, an utterance is faulty, or the format has no room for n-best lists.
+    """
+    ranks = ranks or Ranks.alone()
+    if settings.nbest > 1 and not FORMATS[output_format].many:
+        raise UserError(f"translate.nbest is {settings.nbest}, but the format {output_format} holds one text a line; "
+                        "choose another format, or set translate.nbest=1")
+    out = check_files([source], target, ranks)
+    model, vocab, recipe, _ = load_speech(Path(folder), expected=expected)
+    cast_weights(model, settings.precision).to(ranks.device)
+    listed = None if source == "-" else Path(source)
+    utterances = [utterance_of(line, number, listed) for number, line in enumerate(read_text(source), start=1)]
+    with counted("{:,} utterances recognised", ranks) as progress:
+        found = recognise_shared(model, vocab, utterances, recipe, settings, ranks, progress)
+        write_lines(out, ranks, (WRITERS[output_format].hypotheses(number, best)
+                                 for number, best in enumerate(found, start=1)))
+
+
+def score_lists(
+    recipe: SpeechRecipe, folder: str | Path, names: Sequence[str], ranks: Ranks, expected: config.Model | None = None,
+) -> tuple[Report, dict[str, list[str]], Path] | None:
+    """Word and character error rates of a trained model on test sets of the recipe, the texts by set, and the
+    checkpoint; None on other ranks than the first. Raises `UserError`."""
+    tests = {name: recipe.data.test[name] for name in names or recipe.data.test if name in recipe.data.test}
+    if missing := [name for name in names if name not in tests]:
+        raise UserError(f"there is no test set {missing[0]} in data.test, which has "
+                        f"{', '.join(recipe.data.test) or 'none'}")
+    if not tests:
+        raise UserError("the recipe has no data.test; name lists there, as in data.test.clean=clean.tsv")
+    model, vocab, _, checkpoint = load_speech(Path(folder), expected=expected)
+    cast_weights(model, recipe.translate.precision).to(ranks.device)
+    sets, texts = [], {}
+    for name, lists in tests.items():
+        utterances = list(read_lists(files_of(lists), f"data.test.{name}"))
+        found = list(recognise_shared(model, vocab, utterances, recipe, recipe.translate, ranks))
+        sets.append(EvaluationSet(name, [each.where for each in utterances], [[each.text for each in utterances]]))
+        texts[name] = [best[0].text for best in found]
+    if not ranks.first:
+        return None
+    return score_systems({Path(recipe.run).name: list(texts.values())}, sets, "", METRICS), texts, checkpoint
+
+
+def word_errors(model: Any, vocab: Vocabulary, features: Sequence[Frames], texts: Sequence[str], recipe: SpeechRecipe,
+                ranks: Ranks) -> float:
+    """The word error rate in % of a greedy search; each process takes a share. Collective."""
+    settings = config.Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens,
+                                max_ratio=recipe.translate.max_ratio, max_extra=recipe.translate.max_extra)
+    mine = range(ranks.rank, len(features), ranks.world)
+    found = recognise(model, vocab, [np.asarray(features[i]) for i in mine], settings)
+    wrong = sum(edits(best[0].text.split(), texts[i].split()) for i, best in zip(mine, found, strict=True))
+    errors, words = ranks.sum([float(wrong), float(sum(len(texts[i].split()) for i in mine))])
+    return 100.0 * errors / max(1.0, words)
