@@ -284,6 +284,40 @@ class Filters(Section):
     """Leave out pairs that have a sentence of the validation or a test text; else they are counted, with a warning."""
 
 
+class Modify(Section):
+    """How the training text is modified when it is read, anew in every epoch. Words are what spaces separate. Case and
+    copies change both sides, all else the source alone."""
+
+    upper: Rate = 0.0
+    """The share of pairs all in capitals."""
+    title: Rate = 0.0
+    """The share of pairs whose words begin with a capital."""
+    lower: Rate = 0.0
+    """The share of pairs without capitals."""
+    typos: Rate = 0.0
+    """The share of words with a typo: a character is left out, doubled, replaced or exchanged with the next."""
+    copies: Rate = 0.0
+    """The share of words, of those that stand once on each side (names, numbers), that become another, made up, the
+    same on both, so that the model learns to copy."""
+    terms: Rate = 0.0
+    """The share of words with one translation, by `alignments`, that are replaced by it, so that the model learns to
+    keep words of the target language."""
+    insert_words: Rate = 0.0
+    """The share of words after which another word of the sentence is put."""
+    drop_words: Rate = 0.0
+    """The share of words that are left out."""
+    swap_words: Rate = 0.0
+    """The share of words that are exchanged with the next."""
+    subwords: bool = False
+    """Draw the segmentation of every sentence (BPE-dropout or unigram sampling, `data.subword_alpha`), in place of
+    `data.subword_variants`, which keeps some of them on the disk."""
+
+    def faults(self) -> Iterator[Fault]:
+        if (cases := self.upper + self.title + self.lower) > 1.0:
+            yield Fault(("upper", "title", "lower"), f"upper, title and lower are {cases:g} together, must be at most "
+                        "1; a pair has one of them")
+
+
 class Until(Section):
     """When a stage ends; of several, what comes first. All count from its beginning."""
 
@@ -320,6 +354,8 @@ class Data(Section):
     """The validation text, for the loss and the BLEU during training."""
     test: Annotated[dict[str, ScoredCorpus], For("evaluate", READY)] = Field(default_factory=dict)
     """Test sets by name, for `deepnmt evaluate`."""
+    modify: Annotated[Modify, Fact.FIXED, By("modify")] = Modify()
+    """How the training text is modified when it is read."""
     stages: Annotated[list[Stage], Fact.FIXED] = Field(default_factory=list)
     """Mixtures of the corpora of `train`, one after the other; see docs/guide/several_corpora.md."""
     filters: Annotated[Filters, Fact.FIXED, Fact.PREPARED] = Filters()
@@ -344,6 +380,12 @@ class Data(Section):
 
     def faults(self) -> Iterator[Fault]:
         corpora = self.train.corpora
+        if self.subword_variants and self.modify != Modify():
+            yield Fault(("modify", "subword_variants"), f"subword_variants ({self.subword_variants}) keeps "
+                        "segmentations that modify would not; set subword_variants: 0, and modify.subwords: true")
+        if self.modify.terms and not any(one.alignments for one in (self.train, *corpora.values())):
+            yield Fault(("modify", "train"), f"modify.terms ({self.modify.terms:g}) needs word alignments; name their "
+                        "files in data.train.alignments, or set it to 0")
         for number, stage in enumerate(self.stages):
             name, last = f"stages.{number}", number == len(self.stages) - 1
             for corpus in stage.mix:
@@ -1018,10 +1060,15 @@ class Recipe(Section):
         yield from self._faults_of_training()
         yield from self._faults_of_schedule()
         yield from self._faults_of_beginning()
-        if self.data.subword_variants and self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
-            yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"),
-                        "data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same "
-                        "segmentation several times; set data.subword_alpha to 0.1")
+        if self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
+            if self.data.subword_variants:
+                yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"),
+                            "data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the "
+                            "same segmentation several times; set data.subword_alpha to 0.1")
+            if self.data.modify.subwords:
+                yield Fault(("data.modify", "vocab.kind", "data.subword_alpha"), "data.modify.subwords with "
+                            "vocab.kind: bpe and data.subword_alpha: 0 would draw the same segmentation every time; "
+                            "set data.subword_alpha to 0.1")
 
     def _unknown_names(self) -> Iterator[Fault]:
         """Names that neither deepnmt has nor a plug-in."""

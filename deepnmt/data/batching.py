@@ -219,15 +219,17 @@ class Update:
 
     Attributes:
         batches: this process's micro-batches.
-        tokens: target tokens of all processes' micro-batches together.
+        tokens: target tokens of all processes' micro-batches together, or of this process's alone, see `shared`.
         passes: passes over the training text before this update.
         next: the position after this update.
+        shared: whether `tokens` has to be summed over processes: they are known where a micro-batch is made.
     """
 
     batches: list[Batch]
     tokens: int
     passes: float
     next: Position
+    shared: bool = False
 
 
 class Rows(Protocol):
@@ -251,6 +253,10 @@ class Sentences(Protocol):
     def src_lengths(self) -> Lengths: ...
     @property
     def trg_lengths(self) -> Lengths: ...
+    @property
+    def fill(self) -> float:
+        """How much of these lengths the sentences have, about, where those are the most they may have; else 1."""
+
     def column(self, name: str) -> Rows:
         """Another column of the same sentences."""
 
@@ -260,6 +266,10 @@ class Text(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def planned(self) -> bool:
+        """Whether a sentence may be shorter than the lengths say, since it is made when it is read."""
+
     def windows(self, epoch: int) -> int:
         """How many there are in an epoch."""
 
@@ -384,7 +394,9 @@ class Stream:
                     batches.append(self.collate(sentences, rows, key, device))
                 number += 1
             position = Position(position.epoch, position.index + 1)
-        return Update(batches, tokens, passes, self._next(position))
+        if self._text.planned:
+            tokens = sum(batch.tokens for batch in batches)
+        return Update(batches, tokens, passes, self._next(position), self._text.planned)
 
     def _entry(self, position: Position, world: int) -> tuple[Sentences, list[tuple[int, Indices]]]:
         """Keys and sentences of the micro-batch at a position, or of all those of the update of a fixed size."""
@@ -394,7 +406,7 @@ class Stream:
         if not plan.updates:
             return sentences, [(key, plan[index])]
         shares, each = share_out(plan.update(index), sentences.src_lengths, sentences.trg_lengths, self._tokens, world)
-        self._shared_waste = shares.waste
+        self._shared_waste = _with_unused(shares.waste, sentences)
         none = shares.order[:0]
         return sentences, [((key << 16) + number, shares[number] if number < len(shares) else none)
                            for number in range(each * world)]
@@ -447,7 +459,12 @@ class Stream:
         if self._text.windows(epoch) > 1 and len(plan) > WINDOW:
             raise UserError(f"a window has {len(plan)} micro-batches, but at most {WINDOW} can be numbered; set "
                             "data.window_pairs lower, or batch.tokens higher")
-        return Page(sentences, plan)
+        return Page(sentences, replace(plan, waste=_with_unused(plan.waste, sentences)))
+
+
+def _with_unused(waste: float, sentences: Sentences) -> float:
+    """The share of padding in a plan, with what sentences do not use of their lengths."""
+    return waste + (1 - waste) * (1 - sentences.fill)
 
 
 def collate(split: Sentences, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:

@@ -26,6 +26,7 @@ from deepnmt.data.batching import Stream, random_order
 from deepnmt.data.prepared import PreparedData
 from deepnmt.data.shards import ShardedText
 from deepnmt.data.windows import Windows
+from deepnmt.visitors import require_visitors, visitor_modules
 
 
 @dataclass
@@ -110,6 +111,16 @@ def _apportion(shares: npt.NDArray[np.float64], total: int) -> list[int]:
     for i in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:  # the largest remainders
         counts[i] += 1
     return counts.tolist()
+
+
+def stream_kind(recipe: Recipe, data: PreparedData) -> Callable[..., Stream]:
+    """The kind of stream that a recipe's training reads, by its visitors. Raises `UserError` if one is not there, or
+    has not what it needs."""
+    require_visitors(recipe.data, "data")
+    kind: Callable[..., Stream] = Stream
+    for visitor in visitor_modules("stream"):
+        kind = visitor.around(kind, recipe, data)
+    return kind
 
 
 def training_stream(recipe: Recipe, data: PreparedData, kind: Callable[..., Stream] = Stream) -> Stream:

@@ -34,7 +34,7 @@ from deepnmt.data.build import (
 )
 from deepnmt.data.encoding import SEED, EncodingJob
 from deepnmt.data.filters import KEPT, Codes, filter_corpora, tally
-from deepnmt.data.mixing import training_stream
+from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.parts import WHOLE, Part, prepare_in_parts
 from deepnmt.data.prepared import (
     REMEDY,
@@ -142,7 +142,7 @@ def _report(recipe: Recipe, texts: dict[str, Corpus]) -> None:
         print_status(f"warning: {overlap:,} of {train['read']:,} training pairs have a sentence of the validation or a "
                      f"test text{f' ({where})' if 'by_corpus' in train else ''}; to leave them out, set "
                      "data.filters.drop_overlap=true")
-    stream = training_stream(recipe, data)
+    stream = training_stream(recipe, data, stream_kind(recipe, data))
     kind = (f"micro-batches of up to {recipe.batch.tokens:,} tokens a side" if recipe.batch.update_tokens is None else
             f"updates of about {recipe.batch.update_tokens:,} target tokens")
     print_status(f"an epoch is {stream.epoch_size(0):,} {kind}; {stream.waste(0):.1%} of the positions are padding")

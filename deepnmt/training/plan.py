@@ -13,7 +13,7 @@ from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.config.choices import ACTIVATIONS, Use
-from deepnmt.data.mixing import training_stream
+from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
@@ -240,7 +240,7 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
             origins(recipe, (source, target), begin)
         train = data.split("train")
         ratio = train.source_per_target
-        stream = training_stream(recipe, data)
+        stream = training_stream(recipe, data, stream_kind(recipe, data))
         updates = stream.epoch_size(0) / recipe.batch.entries(data_parallel)
         epoch = f"{updates:.1f} (padding {100 * stream.waste(0):.1f} %)"
     parameters = count_parameters(recipe.model, *sizes)

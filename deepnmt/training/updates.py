@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -64,17 +64,26 @@ def updates(
         return batches.update(position, recipe.batch.entries(engine.data_world), engine.data_rank, engine.data_world,
                               ranks.device)
 
-    dropped, ahead, stages = DroppedUpdates(), take(state.position), len(state.stages)
+    def first(position: Position) -> Update:
+        """The update at a position where no other was before."""
+        taken = take(position)
+        return summed(taken, ranks.sum([taken.tokens])[0]) if taken.shared else taken
 
-    def flags() -> tuple[float, float]:
+    def summed(taken: Update, tokens: float) -> Update:
+        """With the tokens of all processes, from their sum, in which those of a pipeline count once a stage."""
+        return replace(taken, tokens=round(tokens) * engine.data_world // ranks.world)
+
+    dropped, ahead, stages = DroppedUpdates(), first(state.position), len(state.stages)
+
+    def flags() -> tuple[float, ...]:
         """Called while the device computes; so the next micro-batches are put together meanwhile."""
         nonlocal ahead
         ahead = take(update.next)
-        return float(stop_requested()), float(late)
+        return float(stop_requested()), float(late), *([float(ahead.tokens)] if ahead.shared else [])
 
     while True:
         if len(state.stages) != stages:  # one has begun, and what was taken may be of the one before
-            ahead = take(state.position)
+            ahead = first(state.position)
         started, number, limit = time.monotonic(), state.update + 1, recipe.train.max_seconds
         update = ahead
         rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes,
@@ -83,7 +92,9 @@ def updates(
         with hook(number) as measure:
             stats = engine.train_step(update.batches, update.tokens, rate, flags)
         measured = measure(stats) if measure and stats.applied else {}
-        stop, over = stats.flags
+        stop, over, *tokens = stats.flags
+        if tokens:
+            ahead = summed(ahead, tokens[0])
         state.position, state.out_of_time, interval = update.next, over > 0, state.interval
         if stats.applied:
             state.update = number

@@ -305,6 +305,17 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"admin__profile": "omega.json", "model__encoder__block": "post_ln", "model__decoder__block": "b2t"},
      ["admin.profile (omega.json) needs block: admin, but model.encoder.block is post_ln and model.decoder.block is "
       "b2t; remove it"]),
+    ({"data__modify": {"upper": 0.6, "lower": 0.5}},
+     ["data.modify: upper, title and lower are 1.1 together, must be at most 1; a pair has one of them"]),
+    ({"data__modify": {"subwords": True}, "data__subword_variants": 2},
+     ["data: subword_variants (2) keeps segmentations that modify would not; set subword_variants: 0, and "
+      "modify.subwords: true"]),
+    ({"data__modify": {"subwords": True}, "data__subword_alpha": 0.0},
+     ["data.modify.subwords with vocab.kind: bpe and data.subword_alpha: 0 would draw the same segmentation every "
+      "time; set data.subword_alpha to 0.1"]),
+    ({"data__modify": {"terms": 0.1}},
+     ["data: modify.terms (0.1) needs word alignments; name their files in data.train.alignments, or set it to 0"]),
+    ({"data__modify": {"typos": 1.0}}, ["data.modify.typos: is 1.0, must be less than 1"]),
     ({"data__stages": [{"mix": {"news": 1}}, {"mix": {"news": 1}}]},
      ["data: stages.0.mix: data.train has no corpus 'news'; it has one without a name, which needs no stages",
       "data: stages.0 has no end, but another stage comes after it; give it an until, such as {epochs: 2}, {updates: "

@@ -87,6 +87,7 @@ WORDS = {
     "export": r"ctranslate2|hugging ?face|onnx|deepnmt export|deepnmt fold\b",
     "fetch": r"mtdata|deepnmt get\b|fetch_texts",
     "kernels": r"extras[./]kernels|philox|packed_attention|has_kernels|_kernel\b|triton\.jit",
+    "modify": r"data\.modify|typos|extras[./]modify",
     "serve": r"uvicorn|starlette|deepnmt serve|prometheus",
     "trackers": r"wandb|mlflow|trackers",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
 from deepnmt.data.batching import Stream
-from deepnmt.data.mixing import training_stream
+from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.parallel.build import partition_of, start_engine
@@ -34,10 +34,7 @@ def _check(recipe: Recipe) -> None:
 
 
 def _stream(recipe: Recipe, data: PreparedData) -> Stream:
-    kind: Callable[..., Stream] = Stream
-    for visitor in visitor_modules("stream"):
-        kind = visitor.around(kind, recipe, data)
-    return training_stream(recipe, data, kind)
+    return training_stream(recipe, data, stream_kind(recipe, data))
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
