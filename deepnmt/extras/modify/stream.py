@@ -3,9 +3,9 @@
 All that happens to a sentence pair follows from its number in the text, or in its window, the epoch and the seed. So it
 is the same on every rank, in every layout and after a resume, whatever micro-batch the pair is in.
 
-A micro-batch is planned before its sentences are modified, with lengths that most of them will not exceed. A pair that
-does is drawn again, and is as it is stored if that is of no use. How much longer pairs become is measured on some of
-each window.
+A window of up to `EXACT` pairs is modified when it is planned. Of a larger one each process modifies what it reads: a
+micro-batch is planned with lengths that most sentences will not exceed. A pair that does is drawn again, and is as it
+is stored if that is of no use. How much longer pairs become is measured on some of the window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepnmt.config import Modify, Recipe
-from deepnmt.data.arrays import Indices, Lengths
+from deepnmt.data.arrays import Indices, Lengths, Tokens
 from deepnmt.data.batching import Rows, Sentences, Stream, Text
 from deepnmt.data.prepared import REMEDY, PreparedData
 from deepnmt.data.subwords import SAMPLERS
@@ -28,11 +28,11 @@ from deepnmt.extras.modify.words import Words
 from deepnmt.tokens import EOS, PAD
 
 LINKS = "links"  # the column that has words of source and target in turn
+EXACT = 50_000  # pairs that are modified in some seconds
 MEASURED = 600  # pairs of a window, for each case, whose growth is measured
 # How many of a side fit into the planned length: more where another draw is as long, fewer where all lengths count.
 CASE_FITS, FITS = 0.99, 0.95
 DRAWS = 4
-CACHED = 1 << 14  # pairs of a window
 
 
 def around(kind: Callable[..., Stream], recipe: Recipe, data: PreparedData) -> Callable[..., Stream]:
@@ -51,12 +51,12 @@ def _modified(kind: Callable[..., Stream], modifier: Modifier, text: Text, *rest
 
 
 class Modified(NamedTuple):
-    """A sentence pair after its modification: the pieces of both sides, and the links of its words, two numbers each,
-    if they were asked for."""
+    """A sentence pair after its modification: the pieces of both sides, and the links of its words, two numbers each.
+    """
 
-    source: list[int]
-    target: list[int]
-    links: list[int]
+    source: Tokens
+    target: Tokens
+    links: Indices
 
 
 class Modifier:
@@ -71,7 +71,7 @@ class Modifier:
         self.seed, self.most = recipe.seed, recipe.data.filters.max_tokens
         self.subwords = settings.subwords
         self._rates = {name: rate for name in MODIFIERS if (rate := getattr(settings, name))}
-        self.terms = bool(settings.terms)
+        self.terms, self.linked = bool(settings.terms), "alignments" in data.manifest["splits"]["train"]
         self.rests = not self._rates and not self.subwords  # but for the case of some pairs
         shares = [getattr(settings, name) for name in CASES]
         self._bounds = np.cumsum(shares) * 2.0**64  # in the order of CASES
@@ -98,7 +98,9 @@ class Modifier:
             return None
         new = ([*tags, *self._sides[0].write(pair.source, generator)] if changed[0] else ids[0],
                self._sides[1].write(pair.target, generator) if changed[1] else ids[1])
-        return Modified(*new, self._moved(links, pair, first, new) if links else [])
+        moved = self._moved(links, pair, first, new) if links else []
+        source, target = (np.array(ids, dtype=np.uint32) for ids in new)
+        return Modified(source, target, np.array(moved, dtype=np.int64))
 
     def _moved(self, links: Sequence[tuple[int, int]], pair: Pair, first: int, new: tuple[list[int], list[int]]
                ) -> list[int]:
@@ -154,23 +156,20 @@ class ModifiedWindow:
         self._keys = np.random.PCG64(np.random.SeedSequence((modifier.seed, epoch, window, 9))).random_raw(count)
         self._cases = modifier.cases(self._keys)
         self._cached: dict[int, Modified | None] = {}
-        self._linked: Rows | None = stored.column(LINKS) if modifier.terms else None
-        self.src_lengths, self.trg_lengths = self._planned()
+        self._linked: Rows | None = stored.column(LINKS) if modifier.linked else None
+        self.fill = 1.0
+        self.src_lengths, self.trg_lengths = self._exact() if count <= EXACT else self._planned()
         self.sources, self.targets = ModifiedSide(self, 0), ModifiedSide(self, 1)
 
     def column(self, name: str) -> Rows:
         """Another column of the same sentences; links are those of the modified ones."""
-        if name != LINKS:
-            return self.stored.column(name)
-        if self._linked is None:
-            self._linked = self.stored.column(name)
-            self._cached.clear()
-        return ModifiedLinks(self, self._linked)
+        column = self.stored.column(name)
+        return ModifiedLinks(self, column) if name == LINKS else column
 
     def pair(self, row: int) -> Modified | None:
         """A sentence pair; None if it is as it is stored."""
         if row not in self._cached:
-            if len(self._cached) >= CACHED:
+            if len(self._cached) >= EXACT:
                 self._cached.clear()
             self._cached[row] = next(filter(partial(self._fits, row), self.draws(row)), None)
         return self._cached[row]
@@ -188,6 +187,16 @@ class ModifiedWindow:
 
     def _fits(self, row: int, pair: Modified | None) -> bool:
         return pair is None or (len(pair.source) < self.src_lengths[row] and len(pair.target) < self.trg_lengths[row])
+
+    def _exact(self) -> tuple[Lengths, Lengths]:
+        """The lengths after all is modified."""
+        stored = self.stored.src_lengths, self.stored.trg_lengths
+        self.src_lengths, self.trg_lengths = (np.maximum(lengths, self._modifier.most + 1) for lengths in stored)
+        source, target = stored[0].copy(), stored[1].copy()
+        for row in range(len(source)):
+            if (pair := self.pair(row)) is not None:
+                source[row], target[row] = len(pair.source) + 1, len(pair.target) + 1
+        return source, target
 
     def _planned(self) -> tuple[Lengths, Lengths]:
         """The lengths to plan with: of length L and some case, m·L + c·√L, for the variance of a sum grows like L."""
@@ -224,7 +233,7 @@ class ModifiedSide:
     def __getitem__(self, row: int) -> Any:
         """The pieces of a sentence, without bos and eos."""
         pair = self._window.pair(row)
-        return self._stored[row] if pair is None else np.array(pair[self._side], dtype=np.uint32)
+        return self._stored[row] if pair is None else pair[self._side]
 
     def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
         """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
@@ -246,7 +255,7 @@ class ModifiedLinks:
     def __getitem__(self, row: int) -> Any:
         """Words of source and target in turn."""
         pair = self._window.pair(row)
-        return self._stored[row] if pair is None else np.array(pair.links, dtype=np.int64)
+        return self._stored[row] if pair is None else pair.links
 
     def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
         """As stored; nobody reads links so."""

@@ -22,6 +22,7 @@ from deepnmt.config import Recipe, dump_recipe, load_recipe, with_settings
 from deepnmt.data.batching import START, Position, Stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, open_prepared
+from deepnmt.extras.modify import stream as stream_module
 from deepnmt.extras.modify.stream import ModifiedWindow
 from deepnmt.processes.launch import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
@@ -39,6 +40,14 @@ def plain(prepared: Path) -> Recipe:
     return load_recipe(prepared / "recipe.yaml")
 
 
+@pytest.fixture(params=["exact", "planned"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How windows are modified: at once, or as those of more pairs."""
+    if request.param == "planned":
+        monkeypatch.setattr(stream_module, "EXACT", 100)
+    return str(request.param)
+
+
 def modified(recipe: Recipe, **settings: Any) -> Recipe:
     return with_settings(recipe, {"data.modify": settings or ALL})
 
@@ -47,8 +56,7 @@ def stream_of(recipe: Recipe) -> Any:
     return TRANSLATION.stream(recipe, open_prepared(recipe))
 
 
-def walk(stream: Stream, epochs: int) -> Iterator[tuple[Position, Batch]]:
-    position = START
+def walk(stream: Stream, epochs: int, position: Position = START) -> Iterator[tuple[Position, Batch]]:
     while position.epoch < epochs:
         update = stream.update(position, 1, 0, 1, CPU)
         yield position, update.batches[0]
@@ -58,16 +66,14 @@ def walk(stream: Stream, epochs: int) -> Iterator[tuple[Position, Batch]]:
 def sentences(stream: Any, epoch: int) -> dict[int, tuple[tuple[int, ...], ...]]:
     """The pieces of every sentence of an epoch, by its number."""
     found = {}
-    for position, batch in walk(stream, epoch + 1):
-        if position.epoch == epoch:
-            rows = stream.sentences(position.epoch, position.index)[1]
-            for row, *sides in zip(rows.tolist(), batch["src"].tolist(), batch["trg_out"].tolist(), strict=True):
-                found[row] = tuple(tuple(piece for piece in side if piece not in (BOS, EOS, PAD))
-                               for side in sides)
+    for position, batch in walk(stream, epoch + 1, Position(epoch, 0)):
+        rows = stream.sentences(position.epoch, position.index)[1]
+        for row, *sides in zip(rows.tolist(), batch["src"].tolist(), batch["trg_out"].tolist(), strict=True):
+            found[row] = tuple(tuple(piece for piece in side if piece not in (BOS, EOS, PAD)) for side in sides)
     return found
 
 
-def test_a_sentence_is_a_function_of_seed_epoch_and_number(plain: Recipe) -> None:
+def test_a_sentence_is_a_function_of_seed_epoch_and_number(plain: Recipe, way: str) -> None:
     recipe = modified(plain)
     first = sentences(stream_of(recipe), 1)
     assert first == sentences(stream_of(with_settings(recipe, {"batch.tokens": 999})), 1), "whatever its micro-batch"
@@ -75,7 +81,7 @@ def test_a_sentence_is_a_function_of_seed_epoch_and_number(plain: Recipe) -> Non
         assert np.mean([first[row] != other[row] for row in first]) > 0.9
 
 
-def test_any_number_of_processes_and_any_start_give_the_same(plain: Recipe) -> None:
+def test_any_number_of_processes_and_any_start_give_the_same(plain: Recipe, way: str) -> None:
     recipe = modified(plain)
     whole = dict(walk(stream_of(recipe), 2))
     begin = Position(0, stream_of(recipe).epoch_size(0) - 3)
@@ -88,7 +94,7 @@ def test_any_number_of_processes_and_any_start_give_the_same(plain: Recipe) -> N
         assert all(torch.equal(batch[name], by_key[batch.key][name]) for name in batch.tensors)
 
 
-def test_micro_batches_fit_and_nearly_all_sentences_are_modified(plain: Recipe) -> None:
+def test_micro_batches_fit_and_nearly_all_sentences_are_modified(plain: Recipe, way: str) -> None:
     recipe = modified(plain, **ALL | {"upper": 0.3})
     stream, left = stream_of(recipe), 0
     for _, batch in walk(stream, 2):
@@ -122,7 +128,7 @@ def test_nothing_set_changes_nothing(plain: Recipe) -> None:
     assert type(stream_of(plain)) is Stream and not stream_of(plain).update(START, 1, 0, 1, CPU).shared
 
 
-def test_drawn_segmentations_are_as_those_on_the_disk(plain: Recipe, prepared: Path, tmp_path: Path) -> None:
+def test_drawn_segmentations_are_as_those_on_the_disk(plain: Recipe, way: str, prepared: Path, tmp_path: Path) -> None:
     """Of eight epochs: the same pieces in the same frequency, from a folder without any of the eight."""
     stored = recipe_of(prepared, tmp_path, subword_variants=8)
     prepare(stored)
@@ -156,7 +162,7 @@ def with_links(prepared: Path, folder: Path, **modify: Any) -> Recipe:
     return with_settings(recipe, {"train.guided_alignment": 0.1})
 
 
-def test_links_follow_the_modified_words(prepared: Path, tmp_path: Path) -> None:
+def test_links_follow_the_modified_words(prepared: Path, tmp_path: Path, way: str) -> None:
     """The words that a link joins are those that it joined, in another place and cut into other pieces."""
     recipe = with_links(prepared, tmp_path, **ALL | {"copies": 0.0, "typos": 0.0})
     data = PreparedData.open(recipe.data.folder)
@@ -262,6 +268,7 @@ LAYOUTS = {"one": (1, 4, 0), "two": (2, 2, 0), "pipeline": (2, 4, 2)}  # process
 def job(recipe: str, folder: str, name: str) -> None:
     """Runs on each rank."""
     _, accumulation, stages = LAYOUTS[name]
+    stream_module.EXACT = 0  # as if there were more pairs, so that processes have to sum what they have
     with processes(threads=1, group=True) as ranks:
         settings = load_recipe(Path(recipe), [
             f"run={folder}", f"batch.accumulation={accumulation}", f"parallel.pipeline_stages={stages}",
