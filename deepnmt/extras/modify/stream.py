@@ -99,8 +99,8 @@ class Modifier:
         new = ([*tags, *self._sides[0].write(pair.source, generator)] if changed[0] else ids[0],
                self._sides[1].write(pair.target, generator) if changed[1] else ids[1])
         moved = self._moved(links, pair, first, new) if links else []
-        source, target = (np.array(ids, dtype=np.uint32) for ids in new)
-        return Modified(source, target, np.array(moved, dtype=np.int64))
+        return Modified(np.array(new[0], dtype=np.uint32), np.array(new[1], dtype=np.uint32),
+                        np.array(moved, dtype=np.int64))
 
     def _moved(self, links: Sequence[tuple[int, int]], pair: Pair, first: int, new: tuple[list[int], list[int]]
                ) -> list[int]:
