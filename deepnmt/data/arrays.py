@@ -132,8 +132,6 @@ class Split:
     def __len__(self) -> int:
         return len(self.src_lengths)
 
-    planned, fill = False, 1.0  # see `batching.Text` and `batching.Sentences`
-
     def windows(self, epoch: int) -> int:
         """How many an epoch has; texts in shards have more, see `windows.py`."""
         return 1

@@ -253,23 +253,19 @@ class Sentences(Protocol):
     def src_lengths(self) -> Lengths: ...
     @property
     def trg_lengths(self) -> Lengths: ...
-    @property
-    def fill(self) -> float:
-        """How much of these lengths the sentences have, about, where those are the most they may have; else 1."""
-
     def column(self, name: str) -> Rows:
         """Another column of the same sentences."""
 
 
 class Text(Protocol):
-    """The training text: a `Split`, or the `Windows` of one in shards."""
+    """The training text: a `Split`, or the `Windows` of one in shards.
+
+    A text whose sentences are made when they are read says `planned = True`: the lengths are then the most that they
+    may have, of which its `Sentences` have about the share `fill`.
+    """
 
     @property
     def name(self) -> str: ...
-    @property
-    def planned(self) -> bool:
-        """Whether a sentence may be shorter than the lengths say, since it is made when it is read."""
-
     def windows(self, epoch: int) -> int:
         """How many there are in an epoch."""
 
@@ -316,6 +312,7 @@ class Stream:
             raise UserError(f"the {text.name} text has 0 sentences; give another corpus, or loosen data.filters")
         self._text, self._tokens, self._seed, self._rows = text, tokens, seed, rows
         self._update_tokens, self._shared_waste = update_tokens, 0.0
+        self._planned: bool = getattr(text, "planned", False)
         self._at: tuple[int, int] | None = None
         self._ahead: dict[tuple[int, int], Future[Page]] = {}
         self._background = ThreadPoolExecutor(1, "plan")
@@ -394,9 +391,9 @@ class Stream:
                     batches.append(self.collate(sentences, rows, key, device))
                 number += 1
             position = Position(position.epoch, position.index + 1)
-        if self._text.planned:
+        if self._planned:
             tokens = sum(batch.tokens for batch in batches)
-        return Update(batches, tokens, passes, self._next(position), self._text.planned)
+        return Update(batches, tokens, passes, self._next(position), self._planned)
 
     def _entry(self, position: Position, world: int) -> tuple[Sentences, list[tuple[int, Indices]]]:
         """Keys and sentences of the micro-batch at a position, or of all those of the update of a fixed size."""
@@ -464,7 +461,7 @@ class Stream:
 
 def _with_unused(waste: float, sentences: Sentences) -> float:
     """The share of padding in a plan, with what sentences do not use of their lengths."""
-    return waste + (1 - waste) * (1 - sentences.fill)
+    return waste + (1 - waste) * (1 - getattr(sentences, "fill", 1.0))
 
 
 def collate(split: Sentences, indices: Indices | Sequence[int], key: int, device: torch.device) -> Batch:

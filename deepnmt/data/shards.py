@@ -161,8 +161,6 @@ class Window:
         src_lengths, trg_lengths: int32 [N], pieces + eos.
     """
 
-    fill = 1.0  # see `batching.Sentences`
-
     def __init__(self, pieces: Sequence[Piece], variant: int | None = None) -> None:
         """`variant`: the sampled segmentation; None: the plain one."""
         self._pieces = pieces

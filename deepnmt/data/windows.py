@@ -48,8 +48,6 @@ class Due(Protocol):
 class Windows:
     """A text in shards as a `Stream` reads it."""
 
-    planned = False  # see `batching.Text`
-
     def __init__(self, text: ShardedText, due: Due, seed: int, pairs: int) -> None:
         """`pairs`: of a window, or fewer, so that all windows of an epoch are equally large."""
         self.name = text.name
