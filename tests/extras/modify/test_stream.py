@@ -94,6 +94,29 @@ def test_any_number_of_processes_and_any_start_give_the_same(plain: Recipe, way:
         assert all(torch.equal(batch[name], by_key[batch.key][name]) for name in batch.tensors)
 
 
+def test_windows_of_shards_are_modified_too(prepared: Path, tmp_path: Path, way: str) -> None:
+    recipe = recipe_of(prepared, tmp_path, shard_pairs=100, window_pairs=160, modify=ALL)
+    prepare(recipe)
+    whole = list(walk(stream_of(recipe), 2))
+    again = dict(walk(stream_of(recipe), 2, whole[-9][0]))
+    for position, batch in whole[-9:]:
+        assert all(torch.equal(again[position][name], batch[name]) for name in batch.tensors)
+    plain = {tuple(line) for _, batch in walk(stream_of(with_settings(recipe, {"data.modify": {}})), 2)
+             for line in batch["trg_out"].tolist()}
+    assert sum(tuple(line) not in plain for _, batch in whole for line in batch["trg_out"].tolist()) > 600
+
+
+def test_updates_of_a_fixed_size_have_the_same_sentences_in_any_layout(plain: Recipe, way: str) -> None:
+    recipe = with_settings(modified(plain), {"batch.update_tokens": 600})
+    found = []
+    for world in (1, 2, 4):
+        updates = [stream_of(recipe).update(START, 1, rank, world, CPU) for rank in range(world)]
+        lines = sorted(tuple(piece for piece in line if piece != PAD) for update in updates
+                       for batch in update.batches for line in batch["trg_out"].tolist())
+        found.append(([line for line in lines if line], sum(update.tokens for update in updates)))
+    assert found[0] == found[1] == found[2] and len(found[0][0]) > 20
+
+
 def test_micro_batches_fit_and_nearly_all_sentences_are_modified(plain: Recipe, way: str) -> None:
     recipe = modified(plain, **ALL | {"upper": 0.3})
     stream, left = stream_of(recipe), 0
