@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "deepnmt/checkpoint": 8_500, "deepnmt/commands": 3_200, "deepnmt/config": 15_950, "deepnmt/data": 31_200,
+    "deepnmt/checkpoint": 8_500, "deepnmt/commands": 3_200, "deepnmt/config": 15_950, "deepnmt/data": 31_600,
     "deepnmt/decode": 16_000, "deepnmt/evaluate": 8_400, "deepnmt/model": 24_900, "deepnmt/optim": 3_200,
     "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 15_300,
     "deepnmt/tasks": 14_200,

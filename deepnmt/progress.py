@@ -47,7 +47,9 @@ def show_progress(line: str, *, shown: bool = True, **bar: Any) -> Iterator[Prog
         now = time.monotonic()
         if now - last_shown >= PLAIN_SECONDS:
             last_shown = now
-            eta = f", ETA {(now - begin) / done * max(0, bar['total'] - done):.0f} s" if bar.get("total") else ""
+            eta = ""
+            if done and bar.get("total"):
+                eta = f", ETA {(now - begin) / done * max(0, bar['total'] - done):.0f} s"
             print_status(f"{line.format(done)} in {now - begin:.0f} s{eta}")
 
     if not shown:

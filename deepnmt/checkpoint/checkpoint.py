@@ -376,7 +376,8 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     checkpoint = find_checkpoint(folder, which)
     verify_model(checkpoint)
     recipe = load_recipe(checkpoint / RECIPE)
-    require_same(recipe.plugins, checkpoint)
+    if recipe.model_has_plugins:
+        require_same(recipe.plugins, checkpoint)
     if recipe.task != "translation":
         raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of translation; give "
                         "another checkpoint")

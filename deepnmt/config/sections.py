@@ -1054,6 +1054,13 @@ class Recipe(Section):
     average_last: Annotated[Count, For("average")] = 5
     """How many of the last checkpoints are averaged for the final scores; at most `train.keep_last`."""
 
+    @property
+    def model_has_plugins(self) -> bool:
+        """Whether a model of it needs a plug-in: whether a name is none of deepnmt's, those for cleaning a text aside.
+        """
+        return any(name not in choices for key, choices in NAMED.items() if choices is not LANGUAGE_IDS
+                   for _, name in values_of(self, key))
+
     def faults(self) -> Iterator[Fault]:
         yield from self._unknown_names()
         yield from self._faults_of_sizes()

@@ -110,33 +110,45 @@ class Filtered(NamedTuple):
 # -- rules for one pair ------------------------------------------------------------------------------------------------
 
 
-@lru_cache(1 << 16)
-def _script_of(letter: str) -> str:
-    """The script of a letter: the first word of its name in Unicode, such as LATIN, CYRILLIC or CJK."""
-    return unicodedata.name(letter, "").partition(" ")[0]
+class _Characters(dict[int, str]):
+    """What `str.translate` puts in the place of each character; found out when there is the first of them."""
+
+    def __init__(self, instead: Callable[[str], str]) -> None:
+        super().__init__()
+        self.instead = instead
+
+    def __missing__(self, code: int) -> str:
+        self[code] = self.instead(chr(code))
+        return self[code]
+
+
+@lru_cache(100)
+def _marks_of(script: str) -> _Characters:
+    """1 for letters of a script, which is the first word of their names in Unicode, such as LATIN, CYRILLIC or CJK; 0
+    for others; nothing for what is no letter."""
+    return _Characters(lambda character: "" if not character.isalpha() else
+                       "1" if unicodedata.name(character, "").partition(" ")[0] == script.upper() else "0")
 
 
 def _share_of_script(text: str, script: str) -> float:
-    letters = [letter for letter in text if letter.isalpha()]
-    return sum(_script_of(letter) == script.upper() for letter in letters) / len(letters) if letters else 1.0
+    marks = text.translate(_marks_of(script))
+    return marks.count("1") / len(marks) if marks else 1.0
 
 
 def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, text.casefold()))
 
 
-class _Folding(dict[int, str]):
-    """What stands for a character where near-duplicates are compared: nothing for punctuation, symbols and spaces, 0
-    for digits and other numbers. Vowel signs and the like stay, since words differ in them."""
-
-    def __missing__(self, code: int) -> str:
-        kind = unicodedata.category(chr(code))[0]
-        kept = "0" if kind == "N" else chr(code)
-        self[code] = kept if kind in "LMN" else ""
-        return self[code]
+def _folded(character: str) -> str:
+    """0 for digits and other numbers, nothing for punctuation, symbols and spaces. Vowel signs and the like stay, since
+    words differ in them."""
+    kind = unicodedata.category(character)[0]
+    if kind == "N":
+        return "0"
+    return character if kind in "LM" else ""
 
 
-_FOLDING = _Folding()
+_FOLDING = _Characters(_folded)
 _ZEROS = re.compile("00+")
 
 

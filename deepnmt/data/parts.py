@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,15 @@ from deepnmt.config.plugins import name_plugins, that_have_run
 from deepnmt.config.sections import NAMED
 from deepnmt.data.annotations import annotations_of
 from deepnmt.data.arrays import KIND, Indices
-from deepnmt.data.build import copy_text, encode_text, no_pairs_left, rules_of, scored_sentences, show_pairs
+from deepnmt.data.build import (
+    copy_text,
+    encode_text,
+    no_pairs_left,
+    rules_of,
+    say_what_is_learned,
+    scored_sentences,
+    show_pairs,
+)
 from deepnmt.data.encoding import EncodingJob, end_with_parent, submit
 from deepnmt.data.filters import KEPT, NEAR, Codes, Hashes, apply_text_filters, code_of
 from deepnmt.data.prepared import (
@@ -59,12 +67,10 @@ from deepnmt.data.text import Row, cleaning_of, columns_of, corpora_of, input_fi
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
-from deepnmt.progress import print_status
+from deepnmt.progress import Progress, print_status, show_progress
 
 BUCKET = 1 << 22  # hashes that are merged at a time, some 100 bytes each
 FIRST_CHUNK = 1 << 24  # chunks that a unit may have; their numbers decide about sampled segmentations
-# Sentences a second that SentencePiece learns from on one core of an EPYC, for the time that is said beforehand
-LEARNED = {"bpe": 60_000, "unigram": 12_000}
 
 
 class Part(NamedTuple):
@@ -357,8 +363,9 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
             print_status(f"{TRAIN}: counting lines")
             scans: dict[Path, Scan] = {}
             units: list[Unit] = []
-            for name, corpus in corpora_of(recipe.data.train).items():
-                units += _units(name, corpus, recipe.data.shard_pairs, scans, len(units))
+            with _show_bytes(input_files(recipe.data.train)) as progress:
+                for name, corpus in corpora_of(recipe.data.train).items():
+                    units += _units(name, corpus, recipe.data.shard_pairs, scans, len(units), progress)
             inputs = {name: [_input(path, scans) for path in input_files(text)]
                       for name, text in corpora(recipe).items()}
             found = {"asked": asked, "units": units, "inputs": inputs}
@@ -368,16 +375,27 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
             for corpus, number, place, lines, columns in found["units"]]
 
 
-def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], place: int) -> list[Unit]:
+def _show_bytes(files: Sequence[Path]) -> AbstractContextManager[Progress]:
+    """Shows how many bytes of files have been read."""
+    total = sum(file.stat().st_size for file in files)
+    return show_progress(f"{TRAIN}: counting lines: {{:,}} of {total:,} bytes", desc=f"{TRAIN}: counting lines",
+                         total=total, unit="B", unit_scale=True, mininterval=0.5)
+
+
+def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], place: int, progress: Progress
+           ) -> list[Unit]:
     """The units of a corpus, whose files are scanned; the first is number `place` of all."""
     scans: dict[str, list[Scan]] = {}
+    done = sum(found.bytes for found in scanned.values())
     for column, files in sides_of(corpus).items():
         before, scans[column] = 0, []
         for file in files:
             header = column == "tsv" and has_header(Path(file), columns_of(corpus))
-            found = scanned[Path(file)] = scan(Path(file), before, step, header)
+            found = scan(Path(file), before, step, header, lambda size, done=done: progress(done + size))
+            scanned[Path(file)] = found
             scans[column].append(found)
             before += found.lines
+            done += found.bytes
     return units_of(name, corpus, scans, step, place)
 
 
@@ -509,9 +527,7 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], made: Path, tags: Seque
         codes = np.fromfile(made / work.codes_file(unit).name, dtype=np.uint8)
         chosen.append(codes[work.array(unit, "sampled")] == KEPT)
         count += int(chosen[-1].sum())
-    seconds = (2 * count if vocab.shared else count) / LEARNED[vocab.kind] * (1 if vocab.shared else 2)
-    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'} on "
-                 f"{count:,} of {work.lines:,} pairs (vocab.max_sentences), some {max(1, round(seconds / 60))} min")
+    say_what_is_learned(vocab, count, work.lines)
 
     def text(*sides: int) -> Iterator[str]:
         for unit, taken in zip(units, chosen, strict=True):

@@ -29,6 +29,7 @@ from deepnmt.data.build import (
     no_pairs_left,
     require_pairs,
     rules_of,
+    say_what_is_learned,
     scored_sentences,
     show_pairs,
 )
@@ -317,11 +318,11 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     """The vocabulary, or that of the source and that of the target. They are trained on the pairs that were kept, or on
     a random sample of them."""
     vocab = recipe.vocab
-    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}")
     most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
     kept = np.flatnonzero(codes == KEPT)
     chosen = np.zeros(len(codes), dtype=bool)
     chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
+    say_what_is_learned(vocab, min(len(kept), most), len(kept))
 
     def text(*sides: int) -> Iterator[str]:
         with show_pairs("vocabulary: reading", len(chosen)) as progress:

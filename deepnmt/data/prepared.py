@@ -274,6 +274,8 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     for key in cleaned:
         then[key] = {name: value for name, value in then[key].items()
                      if name not in Cleaning.model_fields or value != Cleaning.default(name)}
+        if key in now and now[key].get("plugin", "") is None and then[key].get("plugin") in recipe.plugins.values():
+            now[key]["plugin"] = then[key]["plugin"]  # which has not run, since nothing has to be cleaned
     for key in (*now, *cleaned, "data.train.corpora", "data.valid.corpora", "data.shard_pairs"):
         if then.get(key) != (value := now.get(key)):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "

@@ -12,6 +12,7 @@ from deepnmt.config import Corpus
 from deepnmt.data.tables import COMPRESSED, Pair, Row, by_rows, count_rows, read_table
 from deepnmt.data.text import columns_of, files_of, pair_files, read_lines, unequal_lines
 from deepnmt.errors import UserError
+from deepnmt.progress import Progress, no_progress
 
 BLOCK = 1 << 22  # bytes that are read at a time
 
@@ -58,9 +59,9 @@ class Unit(NamedTuple):
     columns: dict[str, list[Span]]
 
 
-def scan(file: Path, before: int, step: int, header: bool = False) -> Scan:
-    """Counts and hashes a file whose first line, after a header, is number `before` of its corpus. Raises `UserError`.
-    """
+def scan(file: Path, before: int, step: int, header: bool = False, progress: Progress = no_progress) -> Scan:
+    """Counts and hashes a file whose first line, after a header, is number `before` of its corpus; `progress` is called
+    with the bytes. Raises `UserError`."""
     digest, size, lines, last, marks = hashlib.sha256(), 0, -header, b"\n", {}
     packed = file.suffix in COMPRESSED
     try:
@@ -75,6 +76,7 @@ def scan(file: Path, before: int, step: int, header: bool = False) -> Scan:
                         if (before + number) % step == 0:
                             marks[number] = size + end + 1
                 size, lines, last = size + len(block), lines + found, block[-1:]
+                progress(size)
         if by_rows(file):
             return Scan(size, digest.hexdigest(), count_rows(file), {})
         if packed:

@@ -12,7 +12,7 @@ import pytest
 from corpus_recipes import text, tree_of
 from refusals import contents, user_error
 
-from deepnmt.config import Cleaning, Filters, Recipe, check_recipe
+from deepnmt.config import Cleaning, Filters, Recipe, check_recipe, dump_recipe, load_recipe, plugins
 from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import NAMED
 from deepnmt.data import parts
@@ -90,7 +90,8 @@ def _reference(rule: str, rows: list[Row]) -> list[bool]:
 
 
 @pytest.fixture
-def plugin(tmp_path: Path) -> str:
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(plugins, "_plugins", {})
     (tmp_path / "languages.py").write_text(PLUGIN, encoding="utf-8")
     assert not name_plugins({"plugins": str(tmp_path / "languages.py")}, NAMED, True)
     return str(tmp_path / "languages.py")
@@ -283,6 +284,20 @@ def test_scores_that_are_no_numbers(name: str, content: str, fault: str, pairs: 
 def test_plug_ins_that_fail(name: str, fault: str, plugin: str) -> None:
     with user_error(fault):
         filter_corpora([(Rules(clean=Cleaning(language_id=name), languages=("en", "de")), [("a", "b", None)])])
+
+
+def test_the_model_and_its_training_do_not_need_the_plug_in(prepared: Path, tmp_path: Path, plugin: str) -> None:
+    """It runs again only to prepare; a run's recipe has its hash."""
+    recipe = _recipe(prepared, tmp_path, plugin, _tables(prepared, tmp_path / "json"))
+    prepare(recipe)
+    plugins._plugins.clear()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    trained = load_recipe(tmp_path / "run")
+    assert not plugins._plugins and not trained.model_has_plugins
+    open_prepared(trained)
+    foreign = trained.model_copy(update={"schedule": trained.schedule.model_copy(update={"name": "mine"})})
+    assert foreign.model_has_plugins
 
 
 def test_another_plug_in_is_other_data(prepared: Path, tmp_path: Path, plugin: str) -> None:

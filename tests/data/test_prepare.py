@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from refusals import user_error
 
-from deepnmt.config import Recipe, check_recipe
+from deepnmt.config import Recipe, Vocab, check_recipe
 from deepnmt.data import build, encoding
 from deepnmt.data import prepare as prepare_module
 from deepnmt.data.prepare import prepare
@@ -77,6 +77,25 @@ def test_progress_in_a_log_is_plain_lines(
     assert "\r" not in log and "\ntrain: encoding: 602 of 602 pairs in " in log
     assert "\ntrain: reading: 606 of 606 pairs in " in log and "\nvocabulary: reading: 606 of 606 pairs in " in log
     assert re.search(r"train: reading: 10 of 606 pairs in \d+ s, ETA \d+ s\n", log)
+
+
+def test_an_eta_begins_with_the_first_pair(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnmt.progress.PLAIN_SECONDS", 0.0)
+    with build.show_pairs("train: duplicates", 10) as progress:
+        progress(0)  # as of the first range of hashes, if there are none in it
+        progress(5)
+    assert re.fullmatch(r"train: duplicates: 0 of 10 pairs in 0 s\ntrain: duplicates: 5 of 10 pairs in 0 s, ETA 0 s\n",
+                        capsys.readouterr().err)
+
+
+def test_how_long_a_vocabulary_takes_is_said_before(capsys: pytest.CaptureFixture[str]) -> None:
+    build.say_what_is_learned(Vocab(), 1_000_000, 9_000_000)
+    build.say_what_is_learned(Vocab(kind="unigram", shared=False), 2_000_000, 2_000_000)
+    build.say_what_is_learned(Vocab(), 800, 800)
+    assert capsys.readouterr().err == (
+        "training the vocabulary of 8000 bpe pieces on 1,000,000 of 9,000,000 pairs (vocab.max_sentences), some 1 min\n"
+        "training the vocabulary of 8000 unigram pieces a side, some 6 min\n"
+        "training the vocabulary of 8000 bpe pieces\n")
 
 
 def test_every_part_of_a_folder(tmp_path: Path) -> None:
