@@ -88,10 +88,10 @@ def prepare_speed(source: Path, target: Path, folder: Path, workers: Sequence[in
         rows: list[list[str]] = [["program", "workers", "pairs a CPU second", "CPU s of its start",
                                   "seconds (of the clock)", "memory of a process, MiB", "of the small text",
                                   "bytes a pair"]]
+        encoded = [] if peer is None else [_encoded(folder, name, peer) for name in ("small", "all")]
         for count in workers:
             measured = {"deepnmt prepare": [_deepnmt(folder, name, count) for name in ("small", "all")]}
             if peer is not None:
-                encoded = [_encoded(folder, name, peer) for name in ("small", "all")]
                 binary = [_fairseq(folder, name, count, peer) for name in ("small", "all")]
                 measured["fairseq-preprocess of pieces"] = binary
                 measured["encoding, then fairseq-preprocess"] = [a + b for a, b in zip(encoded, binary, strict=True)]

@@ -12,6 +12,7 @@ from corpus_recipes import recipe_of, text
 from refusals import user_error
 
 from deepnmt.config import Recipe
+from deepnmt.data.batching import START
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData
@@ -44,7 +45,7 @@ def test_links_of_words_are_links_of_all_their_pieces(prepared: Path, tmp_path: 
     links = Links(data, "train")
     assert links.of(0) == links.of(plain + tagged - 1) == []
     assert links.of(plain) == [(1, 0), (2, 0), (2, 2)]  # the tag is a word of the source
-    stream, seen = TRANSLATION.stream(recipe, data), 0
+    stream, seen, first = TRANSLATION.stream(recipe, data), 0, 0
     assert isinstance(stream, GuidedStream)
     for epoch in range(2):
         for index in range(stream.epoch_size(epoch)):
@@ -62,12 +63,17 @@ def test_links_of_words_are_links_of_all_their_pieces(prepared: Path, tmp_path: 
                 mine = found[:, found[0] == number].T.tolist()
                 assert {(t, s) for _, t, s, _ in mine} == expected and len(mine) == len(expected)
                 assert all(count == sum(other == t for other, _ in expected) for _, t, _, count in mine)
-                seen += len(mine)
+                seen, first = seen + len(mine), first + (len(mine) if epoch == 0 else 0)
             assert all(torch.equal(one, other) for one, other in  # and the rest as ever
                        zip(batch.tensors.values(),
                            training_stream(recipe, data).batch(epoch, index, batch.device).tensors.values(),
                            strict=False))
     assert seen > 6 * (tagged - 1)
+    sized = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"update_tokens": 60})})
+    fixed = TRANSLATION.stream(sized, data)
+    batches = fixed.update(START, fixed.epoch_size(0) if not shard_pairs else 1, 0, 1, torch.device("cpu")).batches
+    assert any(not batch.tokens for batch in batches)
+    assert shard_pairs or sum(batch["links"].size(1) for batch in batches) == first
     prepare(recipe)  # up to date
     (tmp_path / "links").write_text("0-0\n" * tagged)
     with user_error("was made from other texts than the recipe's data.train names"):
