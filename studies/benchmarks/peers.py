@@ -17,9 +17,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from deepnmt.config import Vocab
 from deepnmt.data.vocab import train_vocabulary
@@ -57,18 +60,33 @@ class Cost:
 def cost_of(words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> Cost:
     """Runs a program that writes a new folder, which is deleted. Raises `UserError` with its last lines if it fails."""
     log = folder.with_suffix(".log")
-    started = time.monotonic()
+    started, memory = time.monotonic(), 0.0
     with log.open("w") as out:
         job = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT,
                                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})})
-        _, status, usage = os.wait4(job.pid, 0)
+        ended = 0
+        while not ended:  # what the system says at the end counts this process too, which the program began as
+            memory = max([memory, *_memory(job.pid)])
+            time.sleep(0.1)
+            ended, status, usage = os.wait4(job.pid, os.WNOHANG)
         job.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.monotonic() - started
     if job.returncode:
         raise UserError(f"{' '.join(words)} ended with {job.returncode}: {log.read_text()[-500:]}")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
     shutil.rmtree(folder, ignore_errors=True)
-    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, size)
+    return Cost(seconds, usage.ru_utime + usage.ru_stime, memory, size)
+
+
+def _memory(process: int) -> list[float]:
+    """MiB of a process and of all that it has started."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        program = psutil.Process(process)
+        for each in (program, *program.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                found.append(each.memory_info().rss / 2**20)
+    return found
 
 
 def prepare_speed(source: Path, target: Path, folder: Path, workers: Sequence[int], peer: Path | None) -> str:

@@ -30,6 +30,7 @@ LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.
         "pipeline-idle": "studies.benchmarks.layouts.measure_idle", "saves": "studies.benchmarks.saves.measure_saves",
         "verdict-runs": "studies.verdict_text.run_all", "collapse": "studies.collapse.run_draws",
         "deep-blocks": "studies.deep_blocks.measure_all", "data-at-scale": "studies.benchmarks.data_at_scale.made_up",
+        "peers": "studies.benchmarks.data_at_scale.made_up",
         "demo": "deepnmt.extras.demo.run.make_corpus",
         "get": "deepnmt.extras.fetch.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
 # Messages that an example may end with if there is no text, data or checkpoint.
