@@ -475,8 +475,9 @@ def data_at_scale(words: list[str]) -> None:
         "data-at-scale",
         "Makes up prepared data in shards, with real offsets and tokens that take no room, in a folder, and measures\n"
         "in processes without a model: CPU seconds to the first micro-batch, the longest wait of an update, memory.\n"
-        "With --padding, the padding of prepared text in windows of several sizes. With --cleaning, what each rule of\n"
-        "cleaning takes for the first 40,000 pairs of a text with tabs.",
+        "With --padding, the padding of prepared text in windows of several sizes. With --update-tokens, that of\n"
+        "updates of a fixed size, by the number of processes. With --cleaning, what each rule of cleaning takes for\n"
+        "the first 40,000 pairs of a text with tabs.",
         "python -m studies data-at-scale data/made_up --pairs 100000000\n"
         "python -m studies data-at-scale data/made_up --pairs 1000000000 --only-read\n"
         "python -m studies data-at-scale data/multi30k --padding\n"
@@ -486,14 +487,18 @@ def data_at_scale(words: list[str]) -> None:
     add_options(parser, ("--pairs", "N", int, 100_000_000, "default 100 million"),
                 ("--shard-pairs", "N", int, 1_000_000, "default 1 million"),
                 ("--window-pairs", "N", int, 2_000_000, "default 2 million"),
-                ("--tokens", "N", int, 4096, "of a micro-batch, for --padding (default 4096)"))
+                ("--tokens", "N", int, 4096, "of a micro-batch, for --padding (default 4096)"),
+                ("--update-tokens", "N", int, 0, "of an update of a fixed size; FOLDER has real text in one piece"))
     parser.add_argument("--only-read", action="store_true", help="make only those shards that are read")
     parser.add_argument("--padding", action="store_true", help="measure padding; FOLDER has real text in one piece")
     parser.add_argument("--cleaning", action="store_true", help="measure cleaning; FOLDER is a text with tabs")
     args = parser.parse_args(words)
     positive(args, "pairs", "shard_pairs", "window_pairs")
-    from studies.benchmarks.data_at_scale import as_table, cleaning, made_up, measure, padding
+    from studies.benchmarks.data_at_scale import as_table, cleaning, fixed_updates, made_up, measure, padding
 
+    if args.update_tokens:
+        print(fixed_updates(args.folder, args.tokens, args.update_tokens))
+        return
     if args.cleaning:
         print(cleaning(args.folder, 40_000))
         return

@@ -20,7 +20,7 @@ import numpy as np
 from deepnmt import folders
 from deepnmt.config import Cleaning, Corpus, Vocab
 from deepnmt.data.arrays import KIND, OFFSET
-from deepnmt.data.batching import WINDOW, Position, Stream, plan_epoch
+from deepnmt.data.batching import WINDOW, Position, Stream, plan_epoch, plan_updates, share_out
 from deepnmt.data.filters import Rules, apply_text_filters
 from deepnmt.data.mixing import Mixture
 from deepnmt.data.prepared import PreparedData, publish
@@ -169,6 +169,23 @@ def cleaning(file: Path, pairs: int) -> str:
         found.append([name, (time.process_time() - begin) / len(rows) * 1e6])
     return markdown_table([["rule", "µs a pair", "more than without"],
                            *([name, f"{taken:.1f}", f"{taken - found[0][1]:.1f}"] for name, taken in found)])
+
+
+def fixed_updates(folder: Path, tokens: int, update_tokens: int) -> str:
+    """A Markdown table of the updates of a fixed size of a text in one piece: their target tokens, and their padding
+    by the number of processes."""
+    text = PreparedData.open(folder).split("train")
+    sides = text.src_lengths, text.trg_lengths
+    plan = plan_updates(*sides, update_tokens, SEED, 0)
+    updates = [plan.update(number) for number in range(plan.updates)]
+    sizes = [int(text.trg_lengths[np.concatenate(groups)].sum()) for groups in updates]
+    rows = [["pairs", "updates", "target tokens of one, mean (sd)", "processes", "micro-batches of each", "padding"]]
+    for world in (1, 2, 3, 4, 8, 16):
+        shared = [share_out(groups, *sides, tokens, world) for groups in updates]
+        rows.append([f"{len(text):,}", str(plan.updates), f"{np.mean(sizes):,.0f} ({np.std(sizes):,.0f})", str(world),
+                     f"{np.mean([each for _, each in shared]):.1f}",
+                     f"{np.mean([share.waste for share, _ in shared]):.2%}"])
+    return markdown_table(rows)
 
 
 class OnePiece(ShardedText):
