@@ -415,7 +415,9 @@ def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
     _json(tree, "the recipe")  # or it contains itself
     for name, value in changes.items():
         override(tree, _override(name, value))
-    return check_recipe(tree, "the recipe", not isinstance(recipe, Recipe) or "plugins" in changes)
+    mine = not isinstance(recipe, Recipe)
+    return check_recipe(tree, "the recipe", mine or "plugins" in changes, mine or any(
+        name.split(".")[0] == "metrics" for name in changes))
 
 
 def _override(name: str, value: Any) -> str:

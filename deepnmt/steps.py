@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.config import Corpus, Recipe, load_recipe
+from deepnmt.config.plugins import is_named
 from deepnmt.data.prepared import corpora
 from deepnmt.data.text import corpora_of
 from deepnmt.errors import UserError
@@ -52,24 +53,26 @@ def run_steps(
     for text in corpora(recipe).values():
         for corpus in corpora_of(text).values():
             if by := corpus.translated_by:
-                wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus)])))
+                wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus), *_metrics(recipe)])))
     jobs = []
     for corpus, maker in wanted:  # all faults come first
         jobs += _missing(recipe, corpus, maker)
     for by in dict.fromkeys(str(corpus.translated_by) for corpus, *_ in jobs):
         if not Path(by).is_dir() and (code := run_steps(by, load_recipe(by), (), start, (*asking, file))):
             return code
-    for corpus, maker, source, made in jobs:
+    for corpus, maker, source, reference, made in jobs:
         before = find("steps", "before_search")
         for words in before(maker) if before else ():
             if code := start(words):
                 return code
         made.parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(made), _origin(corpus, source))
-        if code := start(["translate", maker.run, "--input", source, "--output", str(made), *_search(corpus)]):
+        references = ["--references", reference] if reference else []
+        if code := start(["translate", maker.run, "--input", source, "--output", str(made), *references,
+                          *_search(corpus), *_metrics(recipe)]):
             return code
     for words in (["prepare", file, *overrides], ["train", file, *overrides], ["average", recipe.run],
-                  *([["evaluate", recipe.run]] if recipe.data.test else [])):
+                  *([["evaluate", recipe.run, *_metrics(recipe)]] if recipe.data.test else [])):
         code = start(words)
         if not code and words[0] == "train":  # not every launcher hands on that training was stopped
             code = run_status(Path(recipe.run)).code
@@ -88,8 +91,15 @@ def _search(corpus: Corpus) -> list[str]:
     return [f"translate.{name}={json.dumps(value)}" for name, value in corpus.translate.items()]
 
 
-def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus, Recipe, str, Path]]:
-    """The files of a corpus that `maker` has still to write, each after the file that it translates.
+def _metrics(recipe: Recipe) -> list[str]:
+    """The recipe's metrics for another command; its user has named their commands."""
+    named = {name: metric.model_dump() for name, metric in recipe.metrics.items() if is_named(metric.command)}
+    return [f"metrics={json.dumps(named)}"] if named else []
+
+
+def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus, Recipe, str, str, Path]]:
+    """The files of a corpus that `maker` has still to write, each after the file that it translates, and the real
+    translations.
 
     Raises:
         UserError: it translates between other languages; a file was translated otherwise.
@@ -100,12 +110,13 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
                         f"recipe is for {ours[0]} and {ours[1]}; name a model of these, in either direction")
     sources, files = (corpus.src, corpus.trg) if ours == theirs else (corpus.trg, corpus.src)
     jobs = []
-    for source, made in zip(sources, map(Path, files), strict=True):
+    references = corpus.references or [""] * len(files)
+    for source, reference, made in zip(sources, references, map(Path, files), strict=True):
         if not made.exists():
             if not Path(source).is_file():
                 raise UserError(f"there is no text file {source}, which {corpus.translated_by} is to translate; "
                                 "correct its path in the recipe's data section")
-            jobs.append((corpus, maker, source, made))
+            jobs.append((corpus, maker, source, reference, made))
         elif _record(made).is_file() and json.loads(_record(made).read_bytes()) != _origin(corpus, source):
             raise UserError(f"{made} was translated from another text, by another model or with other settings "
                             f"({_record(made)}); remove it to have it made again, or name another file")

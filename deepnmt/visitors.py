@@ -13,6 +13,8 @@ module of some name, and goes on without those that are gone.
   `training.reporters.Reporter`.
 - `validation`: `measure(recipe, data)` returns what measures sentences, or None, see `tasks/translation`;
   `describe` what a progress line says of it.
+- `scorers`: `scorer`, from a recipe, the name of one of its `metrics` and the sources to a scorer as SacreBLEU has
+  them, see `evaluate.metrics`.
 - `searchers`: from a model, settings and a device to a `decode.search.Searcher`, by the names of `translate.backend`.
 
 Tasks, the folders of `deepnmt/tasks`, are found in the same way. A folder has the name that a recipe's `task` gives,

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from deepnmt.config.fields import Fault, Section, SettingsError, allowed, section_of, way_to
-from deepnmt.config.plugins import name_plugins
+from deepnmt.config.plugins import name_commands, name_plugins
 from deepnmt.config.sections import NAMED, Recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import find_shipped, shipped_recipes
@@ -46,26 +46,34 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
     tree = read_tree(file)
+    said: dict[str, Any] = {}
     for assignment in overrides or []:
         override(tree, assignment)
+        if assignment.startswith("metrics"):
+            override(said, assignment)
+    name_commands(expand_variables(said)[0], True)
     named = {assignment.partition("=")[0] for assignment in overrides or []}
     parallel = tree.get("parallel")
     if "parallel.ds_config" in named and "parallel.precision" not in named and isinstance(parallel, dict):
         layout = parallel["ds_config"]
         if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either implies the precision
             parallel.pop("precision", None)
-    return check_recipe(tree, str(file), "plugins" in named or (not folder and file))
+    by = not folder and file
+    return check_recipe(tree, str(file), "plugins" in named or by, by)
 
 
-def check_recipe(tree: dict[str, Any], origin: str, plugins_by: Path | bool = True) -> Recipe:
+def check_recipe(
+    tree: dict[str, Any], origin: str, plugins_by: Path | bool = True, commands_by: Path | bool = True
+) -> Recipe:
     """Checks a tree of settings. Raises `UserError` with all faults, one a line.
 
     Args:
         origin: names it in the error.
-        plugins_by: where its plug-ins are named; see `name_plugins`.
+        plugins_by, commands_by: where its plug-ins and the commands of its metrics are named; see `name_plugins`.
     """
     tree, faults = expand_variables(tree)
     faults += name_plugins(tree, NAMED, plugins_by)
+    name_commands(tree, commands_by)
     faults += _split_old_layout(tree)
     faults += find_faults(tree)
     if faults:

@@ -4,6 +4,8 @@ A plug-in is code. `name_plugins` has the one rule for when it runs: the user na
 Python: in the settings), or in a recipe that does not lie with a run, a model or an export, which may come from
 anywhere. What those name is compared by its SHA-256, which a run's recipe holds, and never run.
 
+The same rule holds for the commands of `metrics`, see `name_commands`.
+
 A plug-in runs when it is named, and the rows of its tables, such as `BLOCKS = {"sandwich": Sandwich}`, are found in
 deepnmt's own tables of that kind from then on.
 """
@@ -40,6 +42,7 @@ class Plugin:
     tables: Mapping[str, Mapping[str, Any]]
 
 
+_commands: set[str] = set()  # of metrics, which the user named in this process
 _plugins: dict[str, Plugin] = {}  # by SHA-256: those that the user named in this process, the latest last
 
 
@@ -94,6 +97,20 @@ def name_plugins(tree: dict[str, Any], named: Mapping[str, Choices[Any]], by: Pa
             faults.append(f"plugins: {error}")
     tree["plugins"] = hashes
     return faults
+
+
+def name_commands(tree: Mapping[str, Any], by: Path | bool) -> None:
+    """Remembers the commands of `metrics` in a tree of settings that the user named; `by`: see `name_plugins`."""
+    metrics = tree.get("metrics")
+    if not by or not metrics or not isinstance(metrics, Mapping):
+        return
+    if not isinstance(by, Path) or not lies_with_a_model(by.resolve().parent, tree.get("run")):
+        _commands.update(str(metric.get("command")) for metric in metrics.values() if isinstance(metric, Mapping))
+
+
+def is_named(command: str) -> bool:
+    """Whether the user named this command of `metrics`."""
+    return command in _commands
 
 
 def lies_with_a_model(folder: Path, run: object = None) -> str | None:

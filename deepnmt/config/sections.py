@@ -9,6 +9,7 @@ may have are rows of choices.py.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from glob import has_magic
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ from deepnmt.config.choices import (
     BLOCKS,
     INITS,
     LANGUAGE_IDS,
+    METRICS,
     NORMS,
     OBJECTIVES,
     OPTIMIZERS,
@@ -37,6 +39,7 @@ from deepnmt.config.fields import By, Fact, Fault, For, Section, either, values_
 from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
+OWN_FIGURES = ("loss", "perplexity", "best", "signature", "sentences", "score", "mbr")  # not for metrics of users
 SEARCHING = ("translate", "score", "evaluate")  # what is done with a trained model
 READY = "evaluate --hypotheses"  # which scores translations without a model
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -83,6 +86,8 @@ class Corpus(Section):
     translates as this recipe does (distillation), into `src` if the other way round (back-translation)."""
     translate: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     """Settings of that model's `translate` section to change for it, as in `{method: sample}`."""
+    references: Files = Field(default_factory=list)
+    """Files of real translations, line by line as what is translated, for `translate: {choose: chrf}`."""
 
     @property
     def annotations(self) -> dict[str, list[str]]:
@@ -111,6 +116,9 @@ class Corpus(Section):
         if self.translate and not self.translated_by:
             yield Fault(("translate", "translated_by"), "'translate' has no effect without 'translated_by', the model "
                         "that translates; name it, or remove it")
+        if self.references and (not self.translated_by or len(self.references) != len(self.src)):
+            yield Fault(("references", "translated_by"), "'references' are for 'translated_by', a file for each in "
+                        "'src'; give as many, or remove them")
 
 
 class ScoredCorpus(Corpus):
@@ -841,9 +849,9 @@ class Train(Section):
     max_failed_saves: Count = 3
     """Checkpoints in a row that cannot be written after which the run ends, since it would train for nothing. On a full
     disk the oldest that is neither the best nor the newest makes room first, those of `keep_every` last."""
-    best_by: Annotated[Literal["loss", "bleu"], Fact.FIXED] = "loss"
-    """What makes a validation the best: the lowest loss, or the highest BLEU, which needs
-    `valid_bleu`."""
+    best_by: Annotated[str, Fact.FIXED] = "loss"
+    """What makes a validation the best: the lowest `loss`; the highest `bleu`, which needs `valid_bleu`; or the best
+    value of one of `metrics`, which needs its `in_validation`."""
     patience: Annotated[CountOrZero, Fact.ENDS] = 0
     """Validations in a row without a new best after which the run ends; 0: never."""
     deterministic: bool = False
@@ -955,6 +963,12 @@ class Translate(Section):
     """No sequence of this many tokens comes twice in a translation; 0: any may."""
     nbest: Hypotheses = 1
     """Translations per sentence; at most `beam` with beam, `samples` with mbr, 1 with greedy."""
+    candidates: Hypotheses = 1
+    """Translations per sentence among which `choose` chooses; at most `beam` with beam."""
+    choose: str = "score"
+    """What the best of the candidates has: the highest `score` of the search; `mbr`, the highest mean chrF against all
+    of them; `chrf`, the highest against a translation that is there, of `--references`; or the best number by one of
+    `metrics`, a program that gets up to 10,000 sentences' candidates at a time."""
     finish: Literal["any", "best"] = "any"
     """Which hypotheses may end: `any` of those kept, or only those whose end is among the `beam` best extensions of
     the step; at the length limit `best` ends all with eos, where `any` also truncates (with beam only). fairseq's
@@ -1006,11 +1020,53 @@ class Translate(Section):
             others = either([name for name in SEARCHES if name != self.method])
             yield Fault(("nbest", "method"),
                         f"nbest ({self.nbest}) needs method: {others}, but method is {self.method}; set nbest: 1")
+        yield from self._faults_of_choosing()
         for name, methods in self.misplaced("method").items():
             value, default = getattr(self, name), self.default(name)
             shown = f"{value:g}" if isinstance(value, float) else value
             yield Fault((name, "method"), f"{name} ({shown}) needs method: {either(methods)}, but method is "
                         f"{self.method}; remove {name}, or set it to {'null' if default is None else default}")
+
+
+    def _faults_of_choosing(self) -> Iterator[Fault]:
+        if (self.choose == "score") != (self.candidates == 1):
+            yield Fault(("choose", "candidates"), f"choose ({self.choose}) and candidates ({self.candidates}) do not "
+                        "fit: give what chooses, such as mbr, and 2 or more to choose among, or neither")
+        elif self.choose != "score" and self.method not in ("beam", "sample"):
+            yield Fault(("choose", "method"), f"choose ({self.choose}) needs method: beam or sample, but method is "
+                        f"{self.method}; set choose: score")
+        elif self.method == "beam" and self.candidates > self.beam:
+            yield Fault(("candidates", "beam"), f"candidates ({self.candidates}) must not be above beam ({self.beam})")
+        elif self.choose != "score" and self.nbest > self.candidates:
+            yield Fault(("nbest", "candidates"), f"nbest ({self.nbest}) must not be above candidates "
+                        f"({self.candidates})")
+
+
+class OutsideMetric(Section):
+    """A program that scores translations, such as COMET."""
+
+    command: Annotated[str, Field(min_length=1)]
+    """The program and its arguments, without a shell; `{src}`, `{hyp}` and `{ref}` stand for files of sources,
+    translations and references, a sentence a line. It prints a number for each. It is code: a command in a recipe that
+    lies with a run or a model only runs if you also give it on the command line."""
+    lower_is_better: bool = False
+    """Whether a lower number is a better translation."""
+    seconds: Annotated[float, Field(gt=0.0, le=20_000.0)] = 1200.0
+    """After this time the program is stopped; at most 1200 with `in_validation`."""
+    in_validation: bool = False
+    """Score the validation text, too, as far as it is translated (`train.valid_sentences`)."""
+
+    def faults(self) -> Iterator[Fault]:
+        try:
+            shlex.split(self.command)
+        except ValueError as error:
+            yield Fault(("command",), f"command ({self.command}) cannot be split into words: {error}; correct it")
+        if self.in_validation and self.seconds > 1200:
+            yield Fault(("seconds", "in_validation"), f"seconds ({self.seconds:g}) must be at most 1200 with "
+                        "in_validation: true, or the other processes take this one for lost")
+        if "{hyp}" not in self.command:
+            yield Fault(("command",), f"command ({self.command}) has no {{hyp}}, which stands for the file of the "
+                        "translations; write it where the program wants that file")
 
 
 class Recipe(Section):
@@ -1051,6 +1107,9 @@ class Recipe(Section):
     """The loss scale, which fp16 needs."""
     translate: Annotated[Translate, For(*SEARCHING)] = Translate()
     """The search for translations."""
+    metrics: Annotated[dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_+-]*$")], OutsideMetric],
+                       For("translate", "evaluate", READY), By("outside_metrics")] = Field(default_factory=dict)
+    """Programs that score translations, by a name of yours: `{comet: {command: "score.sh {src} {hyp} {ref}"}}`."""
     average_last: Annotated[Count, For("average")] = 5
     """How many of the last checkpoints are averaged for the final scores; at most `train.keep_last`."""
 
@@ -1134,6 +1193,22 @@ class Recipe(Section):
                         f"patience of every stage ({patience}), or the run would end with it")
         if train.best_by == "bleu" and not train.valid_bleu:
             yield Fault(("train.best_by", "train.valid_bleu"), "train.best_by: bleu needs train.valid_bleu: true")
+        yield from self._faults_of_metrics()
+
+    def _faults_of_metrics(self) -> Iterator[Fault]:
+        """Faults in what translations are scored and chosen by."""
+        by = self.train.best_by
+        if taken := [name for name in self.metrics if name in (*METRICS, *OWN_FIGURES)]:
+            yield Fault(("metrics",), f"metrics.{taken[0]} has the name of something else; give it another name")
+        if by not in ("loss", "bleu", *self.metrics):
+            names = either(["loss", "bleu", *self.metrics])
+            yield Fault(("train.best_by",), f"train.best_by: is {by!r}, must be {names}, or the name of one of metrics")
+        chooses = ["score", "mbr", "chrf", *self.metrics]
+        if self.translate.choose not in chooses:
+            yield Fault(("translate.choose",), f"translate.choose: is {self.translate.choose!r}, must be "
+                        f"{either(chooses)}, or the name of one of metrics")
+        if by in self.metrics and not self.metrics[by].in_validation:
+            yield Fault(("train.best_by", "metrics"), f"train.best_by: {by} needs metrics.{by}.in_validation: true")
 
     def _faults_of_schedule(self) -> Iterator[Fault]:
         schedule, train = self.schedule, self.train

@@ -31,7 +31,7 @@ from deepnmt.folders import hash_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 
-Items = Sequence[tuple[str, str]]  # the lines of a chunk, and how their translations begin
+Items = Sequence[tuple[str, ...]]  # the lines of a chunk, and those of other texts that belong to them
 Outputs = Iterable[Sequence[str]]  # of each line, what goes into each output; nothing on ranks other than 0
 
 _FACTS = "journal.json"

@@ -29,6 +29,13 @@ def expected_chrf(texts: Sequence[str]) -> list[float]:
     return [sums[text] / len(texts) for text in texts]
 
 
+def chrf(text: str, reference: str) -> float:
+    """The chrF of a text, 0 to 100."""
+    ours, theirs = _grams(text), _grams(reference)
+    matches = [(one & other).total() for one, other in zip(ours, theirs, strict=True)]
+    return _chrf(matches, [counts.total() for counts in ours], [counts.total() for counts in theirs])
+
+
 def _grams(text: str) -> list[Counter[str]]:
     """How often each n-gram of characters comes, for n from 1 on."""
     text = "".join(text.split())

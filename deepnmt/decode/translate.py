@@ -6,6 +6,7 @@ lines of one input. The output is UTF-8.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import stat
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from deepnmt.decode import sharing
 from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
 from deepnmt.decode.formats import WRITERS, open_output
 from deepnmt.decode.journal import open_outputs, parts_folder
-from deepnmt.decode.mbr import expected_chrf
+from deepnmt.decode.mbr import chrf, expected_chrf
 from deepnmt.decode.models import Folders, Models, load_models, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
 from deepnmt.decode.search import (
@@ -54,14 +55,15 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 from deepnmt.version import __version__
+from deepnmt.visitors import find, require_visitors
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A translation: detokenised text on one line; its score (log-probability over length penalty; with the method mbr
-    the mean chrF against all samples); its number of tokens, without eos; whether it `ended` with eos or was truncated
+    """A translation: detokenised text on one line; its score (log-probability over length penalty; where
+    something else chooses, its number); its number of tokens, without eos; whether it `ended` with eos or was truncated
     at the length limit; its subword pieces; and the pairs of aligned words, where they were asked for."""
 
     text: str
@@ -71,6 +73,24 @@ class Hypothesis:
     ended: bool
     pieces: list[str] = field(default_factory=list)
     alignment: Links | None = None
+
+
+class Judge(Protocol):
+    """A program that scores translations, see `translate.choose`, with its command."""
+
+    command: str
+
+    def __call__(self, sources: Sequence[str], hypotheses: Sequence[str], references: Sequence[str]) -> list[float]:
+        """A number for each translation, higher is better. Raises `UserError`."""
+
+
+def judge_of(recipe: config.Recipe) -> Judge | None:
+    """The program that chooses by the recipe, which a visitor brings; None if none does. Raises `UserError`."""
+    if recipe.translate.choose not in recipe.metrics:
+        return None
+    require_visitors(recipe)
+    judge: Judge = find("scorers", "judge")(recipe)
+    return judge
 
 
 # -- the job -----------------------------------------------------------------------------------------------------------
@@ -83,6 +103,8 @@ def translate_files(
     settings: config.Translate,
     *,
     prefixes: str | None = None,
+    references: str | None = None,
+    judge: Judge | None = None,
     alignments: str | None = None,
     output_format: str = "text",
     seed: int = 1,
@@ -101,6 +123,7 @@ def translate_files(
             output. What goes from a pipe or a terminal to standard output is translated as it arrives.
         settings: of the search.
         prefixes: a file with the beginning of each translation, empty lines where nothing is given.
+        references: a file with a translation of each line, for `translate.choose`; judge: what else it needs.
         alignments: a file to write, with the word alignment of each line's best translation.
         output_format: of `FORMATS`.
         seed: of sampling.
@@ -120,7 +143,8 @@ def translate_files(
         others = either(FORMATS.where(lambda row: row.many))
         raise UserError(f"translate.nbest is {settings.nbest}, but the format {output_format} holds one translation a "
                         f"line; choose the format {others}, or set translate.nbest=1")
-    lines_out = check_files([source, *([prefixes] if prefixes else [])], target, ranks)
+    beside = [name for name in (prefixes, references) if name]
+    lines_out = check_files([source, *beside], target, ranks)
     if alignments == target:
         raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
     outputs = [lines_out, *([check_files([source], alignments, ranks)] if alignments else [])]
@@ -128,21 +152,24 @@ def translate_files(
         print_status(f"{lines_out} is there already; remove it to have it made again")
         return 0
     models = load_models(folders, settings, ranks, expected)
-    at_once = source == target == "-" and not prefixes and _is_pipe(sys.stdin)
-    chunks: Iterable[Sequence[tuple[str, str]]]
+    at_once = source == target == "-" and not beside and _is_pipe(sys.stdin)
+    chunks: Iterable[Sequence[tuple[str, ...]]]
     if at_once:
-        chunks = ([(line, "") for line in lines] for lines in arriving_lines(sys.stdin.fileno(), "standard input"))
+        chunks = ([(line,) for line in lines] for lines in arriving_lines(sys.stdin.fileno(), "standard input"))
     else:
-        chunks = in_chunks(in_step(source, prefixes) if prefixes else ((line, "") for line in read_text(source)))
-    facts = {**_facts(models, settings), "seed": seed, "--format": output_format, "--alignments": bool(alignments)}
+        chunks = in_chunks(in_step(source, *beside))
+    facts = {**_facts(models, settings), "seed": seed, "--format": output_format, "--alignments": bool(alignments),
+             "--prefix": bool(prefixes), "--references": bool(references),
+             "the metric that chooses": judge.command if judge else None}
     passed = skipped = 0
     with counted("{:,} lines translated", ranks) as progress, \
             open_outputs(outputs, facts, part, ranks, at_once) as out:
 
-        def translated(items: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
-            lines, begins = zip(*items)
+        def translated(items: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
+            lines, *more = zip(*items)
             for number, hypotheses in enumerate(translate_shards(
-                    models.all[0], models.vocabs, lines, settings, ranks, prefixes=begins, seed=seed, start=passed,
+                    models.all[0], models.vocabs, lines, settings, ranks, prefixes=more[0] if prefixes else None,
+                    references=more[-1] if references else None, judge=judge, seed=seed, start=passed,
                     stepper=stepper or models.stepper, searcher=models.searcher, aligned=bool(alignments),
                     progress=lambda count: progress(count - skipped)), start=passed + 1):
                 output = [WRITERS[output_format].hypotheses(number, hypotheses)]
@@ -204,12 +231,18 @@ def read_text(name: str) -> Iterator[str]:
     return read_lines(None if name == "-" else Path(name))
 
 
-def in_step(name: str, other: str) -> Iterator[tuple[str, str]]:
-    """Line N of a text with line N of another. Raises `UserError` if one has more, of two files at once."""
-    if "-" not in (name, other):
-        for _ in side_by_side(read_text(name), read_text(other), name, other):
-            pass
-    return side_by_side(read_text(name), read_text(other), name, other)
+def in_step(name: str, *others: str) -> Iterator[tuple[str, ...]]:
+    """Line N of a text with line N of others. Raises `UserError` if one has more, of files at once."""
+    if name != "-":
+        for other in others:
+            if other != "-":
+                for _ in side_by_side(read_text(name), read_text(other), name, other):
+                    pass
+    for row in itertools.zip_longest(*(read_text(each) for each in (name, *others))):
+        if None in row:  # of standard input
+            raise UserError(f"{', '.join((name, *others))} have different numbers of lines; line N of one must belong "
+                            "to line N of the others")
+        yield row
 
 
 @contextmanager
@@ -257,6 +290,8 @@ def translate_shards(
     ranks: Ranks,
     *,
     prefixes: Iterable[str] | None = None,
+    references: Iterable[str] | None = None,
+    judge: Judge | None = None,
     seed: int = 1,
     stepper: MakeStepper = CachedStepper,
     searcher: Searcher | None = None,
@@ -268,13 +303,16 @@ def translate_shards(
     """`translate_lines` for any number of lines, shared among processes (see `sharing.share`). Yields every line's
     hypotheses in order on rank 0, nothing on other ranks. `start`: lines translated before these."""
 
-    def work(items: list[tuple[str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
-        texts, begins = [text for text, _ in items], [begin for _, begin in items]
-        translated = translate_lines(model, vocabs, texts, settings, prefixes=begins, seed=seed, numbers=numbers,
-                                     stepper=stepper, searcher=searcher, aligned=aligned, progress=progress, warn=warn)
+    def work(items: list[tuple[str, str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
+        texts, begins, given = map(list, zip(*items)) if items else ([], [], [])
+        translated = translate_lines(model, vocabs, texts, settings, prefixes=begins,
+                                     references=None if references is None else given, judge=judge, seed=seed,
+                                     numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned,
+                                     progress=progress, warn=warn)
         return [[list(asdict(h).values()) for h in best] for best in translated]
 
-    items = ((line, "") for line in lines) if prefixes is None else zip(lines, prefixes, strict=True)
+    empty = itertools.repeat("")
+    items = zip(lines, empty if prefixes is None else prefixes, empty if references is None else references)
     for best in share(items, lambda item: len(item[0]), work, ranks, progress, start):
         yield [Hypothesis(*h) for h in best]
 
@@ -286,6 +324,8 @@ def translate_lines(
     settings: config.Translate,
     *,
     prefixes: Iterable[str] | None = None,
+    references: Iterable[str] | None = None,
+    judge: Judge | None = None,
     seed: int = 1,
     numbers: Iterable[int] | None = None,
     stepper: MakeStepper = CachedStepper,
@@ -302,6 +342,7 @@ def translate_lines(
         lines: texts. One without tokens gives one empty hypothesis; one longer than the model allows is truncated.
         settings: of the search.
         prefixes: what the translation of each line begins with, tags included; by default nothing.
+        references: a translation of each line, for `translate.choose`; judge: the program that it names.
         seed: of sampling. A line's samples depend on the seed, its number and the model alone.
         numbers: line numbers, for sampling and warnings; by default 1, 2, …
         stepper: the way to compute the next logits.
@@ -318,6 +359,9 @@ def translate_lines(
     """
     src_vocab, trg_vocab = vocabs
     texts = list(lines)
+    known = None if references is None else list(references)
+    _require_choosable(settings, known, judge)
+    wanted, settings = settings.nbest, settings.model_copy(update={"nbest": max(settings.nbest, settings.candidates)})
     begins = list(prefixes) if prefixes is not None else [""] * len(texts)
     ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
     limit = max_length(model)
@@ -364,23 +408,49 @@ def translate_lines(
             for i, candidates in zip(batch, searched, strict=True):
                 results[i] = [Hypothesis(one_line(trg_vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens),
                                          c.ended, trg_vocab.to_pieces(c.tokens)) for c in candidates]
-                if settings.method == "mbr":
-                    candidates, results[i] = _most_expected(candidates, results[i], settings.nbest)
+                if settings.method == "mbr" or settings.choose == "mbr":
+                    values = expected_chrf([h.text for h in results[i]])
+                    candidates, results[i] = _best(candidates, results[i], values, wanted)
+                elif settings.choose == "chrf" and known:
+                    values = [chrf(h.text, known[i]) for h in results[i]]
+                    candidates, results[i] = _best(candidates, results[i], values, wanted)
                 if aligned:
                     results[i] = _aligned(model, layer, sources[i], candidates, results[i], vocabs)
             done += len(batch)
             progress(done)
-    return results
+    return results if judge is None else _judged(texts, results, known, judge, wanted)
 
 
-def _most_expected(
-    candidates: list[Candidate], hypotheses: list[Hypothesis], count: int
+def _require_choosable(settings: config.Translate, references: Sequence[str] | None, judge: Judge | None) -> None:
+    """Raises `UserError` unless there is what `translate.choose` chooses by."""
+    if settings.choose == "chrf" and references is None:
+        raise UserError("translate.choose is chrf, against translations that are there already; name their file with "
+                        "--references, or set translate.choose to mbr or score")
+    if settings.choose not in ("score", "mbr", "chrf") and judge is None:
+        raise UserError(f"translate.choose is {settings.choose}, which translate and evaluate can ask alone; set "
+                        "translate.choose=score translate.candidates=1")
+
+
+def _best(
+    candidates: list[Candidate], hypotheses: list[Hypothesis], values: Sequence[float], count: int
 ) -> tuple[list[Candidate], list[Hypothesis]]:
-    """The `count` different hypotheses with the highest expected chrF, which is their score, and their tokens."""
-    expected = expected_chrf([h.text for h in hypotheses])
+    """The `count` different hypotheses with the highest values, which are their scores, and their tokens."""
     first = {h.text: k for k, h in reversed(list(enumerate(hypotheses)))}  # of equal texts the likeliest
-    chosen = sorted(first.values(), key=lambda k: (-expected[k], k))[:count]
-    return [candidates[k] for k in chosen], [replace(hypotheses[k], score=expected[k]) for k in chosen]
+    chosen = sorted(first.values(), key=lambda k: (-values[k], k))[:count]
+    return [candidates[k] for k in chosen if candidates], [replace(hypotheses[k], score=values[k]) for k in chosen]
+
+
+def _judged(
+    texts: Sequence[str], results: Sequence[list[Hypothesis]], references: Sequence[str] | None, judge: Judge,
+    count: int,
+) -> list[list[Hypothesis]]:
+    """The best `count` hypotheses of each line by a program, which is started once."""
+    sizes = [len(hypotheses) for hypotheses in results]
+    values = iter(judge(
+        [text for text, size in zip(texts, sizes, strict=True) for _ in range(size)],
+        [h.text for hypotheses in results for h in hypotheses],
+        [text for text, size in zip(references or texts, sizes, strict=True) for _ in range(size)]))
+    return [_best([], hypotheses, [next(values) for _ in hypotheses], count)[1] for hypotheses in results]
 
 
 def _aligned(

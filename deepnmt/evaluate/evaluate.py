@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,21 @@ from sacrebleu.utils import SACREBLEU_DIR
 
 from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
+from deepnmt.config.choices import METRICS
 from deepnmt.data.text import read_lines, read_pairs
 from deepnmt.decode.models import Folders, load_models
-from deepnmt.decode.translate import translate_shards
+from deepnmt.decode.translate import judge_of, translate_shards
 from deepnmt.device import choose
 from deepnmt.errors import UserError
-from deepnmt.evaluate.metrics import USUAL, EvaluationSet, make_scorers, score_systems, steps_of_scoring
+from deepnmt.evaluate.metrics import (
+    USUAL,
+    EvaluationSet,
+    Report,
+    make_scorers,
+    outside_of,
+    score_systems,
+    steps_of_scoring,
+)
 from deepnmt.files import as_json, atomic_write, write_json, write_text
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
@@ -53,7 +63,7 @@ def evaluate_run(
         output: the JSON file; by default see `scores_file`.
         others: the recipes of other runs that are compared with this one on its test sets, by the checkpoint to take;
             they search as their own recipes say.
-        metrics: of `METRICS`.
+        metrics: of `METRICS`, or names of the recipe's `metrics`.
         expected: the model that the checkpoint must hold; None: any.
         ranks: several processes, see `translate_shards`; by default this one, on a GPU if there is one. They share the
             lines; rank 0 scores.
@@ -72,7 +82,10 @@ def evaluate_run(
                         "two")
     ranks = ranks or Ranks.alone(choose(recipe.parallel.device))
     sets = load_test_sets(recipe, tests)
-    make_scorers(recipe.data.trg_lang, metrics)
+    own = [metric for metric in metrics if metric in METRICS]
+    outer = [metric for metric in metrics if metric not in METRICS]
+    outside = outside_of(recipe) if outer else None
+    make_scorers(recipe.data.trg_lang, metrics, outside)
     if hypotheses and not ranks.first:
         return ""
     names = system_names([recipe.run, *(other.run for other in others.values())])
@@ -95,21 +108,37 @@ def evaluate_run(
     steps = steps_of_scoring(len(systems), len(sets), len(metrics))
     line = f"scoring: {{:,}} of {steps:,} texts and metrics"
     with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
-        report = score_systems(systems, sets, recipe.data.trg_lang, metrics, progress)
+        report = score_systems(systems, sets, recipe.data.trg_lang, own, progress)
+    _write_scores(file, report, facts, output is not None)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if output is None:
-            write_json(file, {**report.as_json(), **facts}, indent=1)
-        else:
-            with atomic_write(file) as stream:
-                stream.write(as_json({**report.as_json(), **facts}, indent=1))
         texts = None if file.exists() and not file.is_file() else _keep_texts(texts_folder(file), systems, sets)
     except OSError as error:
-        raise UserError(f"scores cannot be written to {file}: {error.strerror or error}; give another file") from None
+        raise _unwritable(file, error) from None
+    report = replace(report, lower=frozenset(name for name in outer if recipe.metrics[name].lower_is_better))
+    for metric in outer:  # one after the other, so that a fault in a program costs none of the other scores
+        report |= score_systems(systems, sets, recipe.data.trg_lang, [metric], outside=outside)
+        _write_scores(file, report, facts, output is not None)
     print_status(f"scores are in {file}")
     if texts is not None:
         print_status(f"texts are in {texts_folder(file)}; for COMET:\n{texts}")
     return report.table()
+
+
+def _write_scores(file: Path, report: Report, facts: Mapping[str, Any], given: bool) -> None:
+    """Writes scores into a file of the run, or one that was `given`. Raises `UserError`."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if given:
+            with atomic_write(file) as stream:
+                stream.write(as_json({**report.as_json(), **facts}, indent=1))
+        else:
+            write_json(file, {**report.as_json(), **facts}, indent=1)
+    except OSError as error:
+        raise _unwritable(file, error) from None
+
+
+def _unwritable(file: Path, error: OSError) -> UserError:
+    return UserError(f"scores cannot be written to {file}: {error.strerror or error}; give another file")
 
 
 def system_names(runs: Sequence[str]) -> list[str]:
@@ -136,8 +165,8 @@ def _translate_sets(
         line = f"{test.name}: {{:,}} of {total:,} lines translated"
         with show_progress(line, shown=ranks.first, total=total, desc=test.name, unit=" lines") as progress:
             translated = translate_shards(models.all[0], models.vocabs, test.sources, recipe.translate, ranks,
-                                          seed=recipe.seed, stepper=models.stepper, searcher=models.searcher,
-                                          progress=progress)
+                                          judge=judge_of(recipe), seed=recipe.seed, stepper=models.stepper,
+                                          searcher=models.searcher, progress=progress)
             translations.append([best[0].text for best in translated])
     first, *rest = models.members
     facts: dict[str, Any] = {"checkpoint": str(first.folder), "update": first.state.update,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import sacrebleu
@@ -16,12 +17,14 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 from sacrebleu.utils import SACREBLEU_DIR
 
+from deepnmt.config import Recipe
 from deepnmt.config.choices import METRICS
 from deepnmt.errors import UserError
 from deepnmt.evaluate.ratios import ErrorRate, Rouge
 from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
 from deepnmt.files import table
 from deepnmt.progress import Progress, no_progress
+from deepnmt.visitors import find, require_visitors
 
 # The scorer of each of `METRICS` for a target language. flores101 and flores200 are BLEU over the pieces of the
 # vocabularies of these names (Goyal et al. 2022, The FLORES-101 Evaluation Benchmark), for languages without spaces and
@@ -40,6 +43,8 @@ SCORERS: dict[str, Callable[[str], Metric]] = {
     "cer": lambda lang: ErrorRate("cer"),
 }
 USUAL = METRICS.where(lambda metric: metric.usual)
+
+Outside = Callable[[str, Sequence[str]], Metric]  # from a name in a recipe's `metrics`, and the sources, to a scorer
 
 
 @dataclass(frozen=True)
@@ -104,8 +109,16 @@ class Comparison:
 class Report:
     """Scores by system and test set, in the order of the table; comparisons of all systems with the first."""
 
+    def __or__(self, other: Report) -> Report:
+        """With the scores of the same systems by other metrics."""
+        scores = {system: {test: Scores({**mine.values, **(theirs := other.scores[system][test]).values},
+                                        {**mine.signatures, **theirs.signatures}, mine.sentences)
+                           for test, mine in by_set.items()} for system, by_set in self.scores.items()}
+        return Report(scores, self.comparisons + other.comparisons, self.lower)
+
     scores: dict[str, dict[str, Scores]]
     comparisons: list[Comparison] = field(default_factory=list)
+    lower: frozenset[str] = frozenset()  # of the metrics that are not in `METRICS`, those where lower is better
 
     @property
     def metrics(self) -> list[str]:
@@ -134,12 +147,13 @@ class Report:
         """For each metric a row a system, a column a test set, their average and the signature; then comparisons."""
         blocks = []
         for metric in self.metrics:
-            name = METRICS[metric].line
+            name, own = line_of(metric), metric in METRICS
+            lower = METRICS[metric].lower_is_better if own else metric in self.lower
             sets = list(next(iter(self.scores.values())))
-            rows = [[name + (" (lower is better)" if METRICS[metric].lower_is_better else ""), *sets, "average"]]
+            rows = [[name + (" (lower is better)" if lower else ""), *sets, "average"]]
             for system, by_set in self.scores.items():
                 values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
-                rows.append([system, *(f"{value:.2f}" for value in values)])
+                rows.append([system, *(f"{value:.{2 if own else 4}f}" for value in values)])
             if len(sets) == 1:
                 rows = [row[:-1] for row in rows]
             signatures = dict.fromkeys(s.signatures[metric] for by_set in self.scores.values() for s in by_set.values())
@@ -147,16 +161,28 @@ class Report:
         if self.comparisons:
             lines = ["approximate randomization, * where p < 0.05; in brackets p of SacreBLEU's paired bootstrap"]
             for c in self.comparisons:
-                lines.append(f"{c.test_set}: {METRICS[c.metric].line} of {c.system} is {c.difference:+.2f} against "
+                digits = 2 if c.metric in METRICS else 4
+                lines.append(f"{c.test_set}: {line_of(c.metric)} of {c.system} is {c.difference:+.{digits}f} against "
                              f"{c.baseline}, p = {c.p_value:.4f}{'*' if c.p_value < 0.05 else ''} "
                              f"({c.sacrebleu_p_value:.4f})")
             blocks.append("\n".join(lines))
         return "\n\n".join(blocks)
 
 
+def line_of(metric: str) -> str:
+    """What a table calls a metric."""
+    return METRICS[metric].line if metric in METRICS else metric
+
+
+def outside_of(recipe: Recipe) -> Outside:
+    """The scorers of a recipe's `metrics`, which a visitor brings. Raises `UserError` if it is not there."""
+    require_visitors(recipe)
+    return partial(find("scorers", "scorer"), recipe)
+
+
 def score_systems(
     systems: Mapping[str, Sequence[Sequence[str]]], sets: Sequence[EvaluationSet], lang: str,
-    metrics: Sequence[str] = USUAL, progress: Progress = no_progress,
+    metrics: Sequence[str] = USUAL, progress: Progress = no_progress, outside: Outside | None = None,
 ) -> Report:
     """Scores systems, and compares each with the first.
 
@@ -164,7 +190,7 @@ def score_systems(
         systems: from a name to the translations of each of `sets`, in their order.
         sets: the test sets.
         lang: the target language; "zh", "ja" and "ko" have SacreBLEU tokenizers, all others use 13a.
-        metrics: of `METRICS`.
+        metrics: of `METRICS`, and those that `outside` has.
         progress: is told how many of `steps_of_scoring` are done.
 
     Raises:
@@ -175,7 +201,8 @@ def score_systems(
     for system, translations in systems.items():
         for test, lines in zip(sets, translations, strict=True):
             name = f"{system} on {test.name}"
-            scores[system][test.name] = score_lines(lines, test.references, test.lang or lang, name, metrics)
+            scores[system][test.name] = score_lines(lines, test.references, test.lang or lang, name, metrics, outside,
+                                                    test.sources)
             done += len(metrics)
             progress(done)
     comparisons = []
@@ -183,7 +210,7 @@ def score_systems(
         for number, test in enumerate(sets):
             hypotheses = {system: texts[number] for system, texts in systems.items()}
             for metric in metrics:
-                comparisons += compare(hypotheses, test, test.lang or lang, [metric])
+                comparisons += compare(hypotheses, test, test.lang or lang, [metric], outside)
                 done += len(systems)
                 progress(done)
     return Report(scores, comparisons)
@@ -196,7 +223,7 @@ def steps_of_scoring(systems: int, sets: int, metrics: int) -> int:
 
 def score_lines(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lang: str, name: str = "the translation",
-    metrics: Sequence[str] = USUAL,
+    metrics: Sequence[str] = USUAL, outside: Outside | None = None, sources: Sequence[str] = (),
 ) -> Scores:
     """These metrics of lines against one or more sets of reference lines; `name` is used in messages.
 
@@ -209,29 +236,30 @@ def score_lines(
     if not hypotheses:
         raise UserError(f"{name} has no lines, so there is nothing to score; give a text with at least one")
     values, signatures = {}, {}
-    for metric, scorer in make_scorers(lang, metrics).items():
+    for metric, scorer in make_scorers(lang, metrics, outside, sources).items():
         values[metric] = float(scorer.corpus_score(hypotheses, references).score)
         signatures[metric] = str(scorer.get_signature())
     return Scores(values, signatures, len(hypotheses))
 
 
 def compare(
-    systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str, metrics: Sequence[str] = USUAL
+    systems: Mapping[str, Sequence[str]], test: EvaluationSet, lang: str, metrics: Sequence[str] = USUAL,
+    outside: Outside | None = None,
 ) -> list[Comparison]:
     """Compares every system with the first on one test set, by `significance.difference` and by SacreBLEU's bootstrap,
     which has 1,000 resamples and SacreBLEU's seed ($SACREBLEU_SEED).
 
     The systems must have as many lines as the test set (see `score_lines`).
     """
-    scorers = make_scorers(lang, metrics)
-    named = {METRICS[metric].line: scorer for metric, scorer in scorers.items()}
+    scorers = make_scorers(lang, metrics, outside, test.sources)
+    named = {line_of(metric): scorer for metric, scorer in scorers.items()}
     signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
     results: dict[str, list[Any]] = dict(scored)
     baseline, *others = systems
     comparisons = []
     for metric, scorer in scorers.items():
         first, *rest = (sentence_statistics(scorer, lines, test.references) for lines in systems.values())
-        name = METRICS[metric].line
+        name = line_of(metric)
         for system, statistics, bootstrap in zip(others, rest, results[name][1:], strict=True):
             result = difference(statistics, first, score_of(scorer))
             comparisons.append(Comparison(test.name, metric, system, baseline, result.value, result.p,
@@ -240,10 +268,15 @@ def compare(
     return comparisons
 
 
-def make_scorers(lang: str, metrics: Sequence[str] = USUAL) -> dict[str, Metric]:
+def make_scorers(
+    lang: str, metrics: Sequence[str] = USUAL, outside: Outside | None = None, sources: Sequence[str] = ()
+) -> dict[str, Metric]:
     """The scorers for a target language, by metric. Raises `UserError` if a tokenizer is not there."""
     scorers = {}
     for metric in metrics:
+        if metric not in SCORERS and outside is not None:
+            scorers[metric] = outside(metric, sources)
+            continue
         try:
             scorers[metric] = SCORERS[metric](lang)
         except RuntimeError:

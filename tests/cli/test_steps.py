@@ -78,7 +78,8 @@ def steps_of(name: str) -> list[str]:
 def test_distillation(prepared: Path, place: Path, refused: Refused) -> None:
     write(prepared, "teacher", ("en", "de"), {"src": "real.en", "trg": "real.de"})
     student = write(prepared, "student", ("en", "de"), {
-        "src": "real.en", "trg": "made/train.de.gz", "translated_by": "teacher.yaml", "translate": {"beam": 2}})
+        "src": "real.en", "trg": "made/train.de.gz", "translated_by": "teacher.yaml", "references": "real.de",
+        "translate": {"beam": 2, "candidates": 2, "choose": "chrf"}})
     made = Path("made/train.de.gz")
     assert "or let deepnmt run make it" in refused("prepare", student)
 
@@ -89,7 +90,8 @@ def test_distillation(prepared: Path, place: Path, refused: Refused) -> None:
     assert whole.run(student) == 0
     assert whole.taken == [*steps_of("teacher"), "translate runs/teacher", *steps_of("student")]
     lines = list(read_lines(made))
-    assert main("translate", ["runs/teacher", "--input", "real.en", "--output", "again.de", "translate.beam=2"]) == 0
+    assert main("translate", ["runs/teacher", "--input", "real.en", "--output", "again.de", "--references", "real.de",
+                              "translate.beam=2", "translate.candidates=2", "translate.choose=chrf"]) == 0
     assert lines == Path("again.de").read_text(encoding="utf-8").splitlines() and len(lines) == 150
     settings = json.loads(Path("data/student/manifest.json").read_text())["inputs"]["train"]
     assert {file["name"] for file in settings} == {"real.en", "train.de.gz"}
@@ -99,6 +101,22 @@ def test_distillation(prepared: Path, place: Path, refused: Refused) -> None:
     other = Path(student).read_text(encoding="utf-8").replace("beam: 2", "beam: 3")
     Path(student).write_text(other, encoding="utf-8")
     assert "made/train.de.gz was translated from another text, by another model" in refused("run", student)
+
+
+def test_a_teacher_translates_with_another_program(prepared: Path, place: Path) -> None:
+    """It is exported before; the output is packed, and as many lines as the source, with empty ones."""
+    pytest.importorskip("ctranslate2")
+    write(prepared, "teacher", ("en", "de"), {"src": "real.en", "trg": "real.de"})
+    student = write(prepared, "student", ("en", "de"), {
+        "real": {"src": "real.en", "trg": "real.de"},
+        "made": {"src": "mono.en", "trg": "made.de.zst", "translated_by": "teacher.yaml",
+                 "translate": {"backend": "ctranslate2", "finish": "best", "patience": 1.0, "beam": 2}}})
+    Path("mono.en").write_text("".join(f"{line}\n\n" for line in read_lines(Path("real.en"))), encoding="utf-8")
+    steps = Steps(fail_at=6)
+    assert steps.run(student) == 75
+    assert steps.taken == [*steps_of("teacher"), "export runs/teacher", "translate runs/teacher", "prepare student"]
+    lines = list(read_lines(Path("made.de.zst")))
+    assert len(lines) == 300 and not any(lines[1::2])
 
 
 def test_back_translation(prepared: Path, place: Path) -> None:

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_run
 import torch
 from ranks import Gather, played
 from refusals import user_error
+from sacrebleu import sentence_chrf
 from warm import Warm
 
 from deepnmt import config
@@ -128,6 +130,29 @@ def test_nbest_lists(checkpoint: Path, loaded: LoadedModel, source: Path, tmp_pa
     objects = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [o["line"] for o in objects] == list(range(1, 9))
     assert [[h["text"] for h in o["hypotheses"]] for o in objects] == [[h.text for h in hs] for hs in best]
+
+
+@pytest.mark.parametrize("choose", ["mbr", "chrf"])
+@pytest.mark.parametrize("method", ["beam", "sample"])
+def test_candidates_are_chosen_as_a_plain_reference_does(choose: str, method: str, loaded: LoadedModel) -> None:
+    """With SacreBLEU's chrF of every pair."""
+    search = SETTINGS.model_copy(update={"method": method, "beam": 6})
+    lists = expected(loaded, search.model_copy(update={"nbest": 6}))
+    given = ["the dog", "", "cats", "a house", "", "bird", "a dog", "sings"]
+    settings = search.model_copy(update={"candidates": 6, "choose": choose, "nbest": 2})
+    chosen = translate_lines(loaded.model, loaded.vocabs, LINES, settings, references=given)
+    for best, hypotheses, reference in zip(chosen, lists, given, strict=True):
+        texts = [h.text for h in hypotheses]
+        if not any(texts):
+            continue
+        against = texts if choose == "mbr" else [reference]
+        values = {text: np.mean([sentence_chrf(text, [other]).score for other in against]) for text in texts}
+        assert [h.score for h in best] == pytest.approx(sorted(values.values(), reverse=True)[:2], abs=1e-9)
+        assert [values[h.text] for h in best] == pytest.approx([h.score for h in best], abs=1e-9)
+    with user_error("translate.choose is chrf, against translations that are there already; name their file"):
+        translate_lines(loaded.model, loaded.vocabs, LINES, settings.model_copy(update={"choose": "chrf"}))
+    with user_error("translate.choose is mine, which translate and evaluate can ask alone"):
+        translate_lines(loaded.model, loaded.vocabs, LINES, settings.model_copy(update={"choose": "mine"}))
 
 
 def test_a_batch_is_fitted_to_the_memory(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

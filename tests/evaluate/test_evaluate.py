@@ -406,7 +406,7 @@ def test_every_command_that_uses_the_average_warns_if_it_is_outdated(
     tiny_run.write(recipe, 10)
     folder, newest = average_run(recipe), tiny_run.write(recipe, 20)
     source, out = str(tmp_path / "a.en.gz"), str(tmp_path / "out")
-    translate_files(Path(recipe.run), source, out, recipe.translate, ranks=played(1, 2))
+    translate_files(Path(recipe.run), source, "-", recipe.translate, ranks=played(1, 2))
     assert caplog.messages == []
     translate_files(Path(recipe.run), source, out, recipe.translate)
     evaluate_run(recipe)

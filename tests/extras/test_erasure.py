@@ -88,6 +88,7 @@ WORDS = {
     "fetch": r"mtdata|deepnmt get\b|fetch_texts",
     "kernels": r"extras[./]kernels|philox|packed_attention|has_kernels|_kernel\b|triton\.jit",
     "modify": r"data\.modify|typos|extras[./]modify",
+    "outside_metrics": r"outside_metrics",
     "serve": r"uvicorn|starlette|deepnmt serve|prometheus",
     "trackers": r"wandb|mlflow|trackers",
 }

@@ -20,7 +20,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 
 
-def measure(recipe: Recipe, data: PreparedData) -> Callable[[range, Transformer, Ranks], dict[str, float]] | None:
+def measure(recipe: Recipe, data: PreparedData) -> Callable[..., dict[str, float]] | None:
     """What measures sentences of the validation text; None if that has no word alignments."""
     if "alignments" not in data.manifest["splits"]["valid"]:
         return None
@@ -32,8 +32,8 @@ def describe(record: Mapping[str, Any]) -> str:
     return f" alignment error {record['alignment_error']:.1%}" if "alignment_error" in record else ""
 
 
-def _measure(recipe: Recipe, data: PreparedData, links: Links, rows: range, model: Transformer, ranks: Ranks
-             ) -> dict[str, float]:
+def _measure(recipe: Recipe, data: PreparedData, links: Links, rows: range, model: Transformer, ranks: Ranks,
+             texts: object) -> dict[str, float]:
     """The alignment error rate of these sentences, 0 to 1, as `align` finds links in the guided layer; nothing if none
     has alignments. It is 1 - 2·|A∩G| / (|A| + |G|), A the links found and G the given ones (Och and Ney 2003, A
     Systematic Comparison of Various Statistical Alignment Models, eq. 21, where all given links are sure)."""

@@ -11,6 +11,7 @@ from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
 from deepnmt.config import load_recipe
 from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
 from deepnmt.config.fields import either
+from deepnmt.config.plugins import is_named
 from deepnmt.errors import UserError
 
 
@@ -43,6 +44,8 @@ def translate(words: list[str]) -> None:
         "line (default text)")
     add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
         "the input, empty where nothing is given")
+    add("--references", metavar="FILE", help="translations that are there already, for translate.choose=chrf: a line "
+        "for each line of the input")
     add("--alignments", metavar="FILE", help="a file for the word alignments of the translations, as 0-0 1-2, from the "
         "cross-attention of translate.alignment_layer; jsonl has them too")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
@@ -50,13 +53,14 @@ def translate(words: list[str]) -> None:
     settable(args, "translate", "a trained model translates as it is")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.data.parts import WHOLE, Part
-    from deepnmt.decode.translate import translate_files
+    from deepnmt.decode.translate import judge_of, translate_files
 
     part = Part.parse(args.part) if args.part else WHOLE
     with processes_of(recipe) as ranks:
         translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
-                        alignments=args.alignments, output_format=args.format, seed=recipe.seed, part=part,
-                        ranks=ranks, expected=expected_model(args, recipe, checkpoints))
+                        references=args.references, judge=judge_of(recipe), alignments=args.alignments,
+                        output_format=args.format, seed=recipe.seed, part=part, ranks=ranks,
+                        expected=expected_model(args, recipe, checkpoints))
 
 
 def score(words: list[str]) -> None:
@@ -126,10 +130,10 @@ def evaluate(words: list[str]) -> None:
     add("--hypotheses", action="append", metavar="SYSTEM=FILE[,FILE...]",
         help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
         "first one")
-    add("--metric", action="append", choices=[*METRICS, *METRIC_FAMILIES], metavar="NAME",
+    add("--metric", action="append", metavar="NAME",
         help=f"{either([*METRICS, *METRIC_FAMILIES])}, the last for all of that name; flores101 and flores200 are "
-        "BLEU over FLORES's pieces, whose vocabulary SacreBLEU downloads; repeat it for several (default: bleu, chrf "
-        "and ter)")
+        "BLEU over FLORES's pieces, whose vocabulary SacreBLEU downloads; or one of the recipe's metrics; repeat it "
+        "for several (default: bleu, chrf, ter, and those whose command you give)")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
     add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
     args, recipe = parse(parser, words)
@@ -144,11 +148,16 @@ def evaluate(words: list[str]) -> None:
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
 
+    names = (*METRICS, *METRIC_FAMILIES, *recipe.metrics)
+    if unknown := [metric for metric in args.metric or () if metric not in names]:
+        raise UserError(f"--metric is {unknown[0]!r}, must be one of {', '.join(names)}")
+    usual = METRICS.where(lambda metric: metric.usual)
+    outer = [name for name, metric in recipe.metrics.items() if is_named(metric.command)]
     others = {}
     for run in args.runs:
         other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
         others[checkpoints_of(args.checkpoint, other)[0] if args.checkpoint else run] = other
-    metrics = metrics_called(args.metric or METRICS.where(lambda metric: metric.usual))
+    metrics = metrics_called(args.metric or [*usual, *outer])
     with processes_of(recipe) as ranks:
         table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
                              others=others, metrics=metrics, output=args.output,

@@ -12,7 +12,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
-from deepnmt.evaluate.metrics import make_scorers
+from deepnmt.evaluate.metrics import make_scorers, outside_of
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
@@ -31,6 +31,8 @@ def _check(recipe: Recipe) -> None:
     if recipe.train.valid_bleu:
         for corpus in (recipe.data.valid, *recipe.data.valid.corpora.values()):
             make_scorers(corpus.trg_lang or recipe.data.trg_lang)
+    if scored := [name for name, metric in recipe.metrics.items() if metric.in_validation]:
+        make_scorers("", scored, outside_of(recipe))
 
 
 def _stream(recipe: Recipe, data: PreparedData) -> Stream:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +28,7 @@ from deepnmt.visitors import visitor_modules
 # Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;
 # waiting micro-batches are integers, and a stage holds the activations of two.
 BATCHES_PER_CALL = 64
+WORST = sys.float_info.max  # of a validation whose figure could not be measured
 
 
 def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> Validation:
@@ -42,11 +46,12 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
         losses = ranks.sum(losses_of(recipe, split.truncated(recipe.model.max_length), rows, engine, ranks))
         figures: dict[str, float | str] = {}
         if model is not None:
+            lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
+            texts = cache(partial(translate_greedily, recipe, data, split, rows, model, ranks))
             if recipe.train.valid_bleu:
-                lang = text.corpora.get(name, text).trg_lang or recipe.data.trg_lang
-                figures["bleu"], figures["signature"] = bleu_of(recipe, data, split, rows, lang, model, ranks)
+                figures["bleu"], figures["signature"] = bleu_of(texts(), lang, ranks)
             for measure in measures:
-                figures |= measure(rows, model, ranks)
+                figures |= measure(rows, model, ranks, texts)
             release(ranks.device)  # what decoding kept, in shapes that training does not have
         if name in uses:
             figures |= asdict(uses[name])
@@ -74,7 +79,10 @@ def _means(parts: Iterable[Figures]) -> dict[str, float | str]:
 def _validation(recipe: Recipe, sums: Sequence[float], figures: Figures) -> Validation:
     """From the sums (loss, nll, target tokens) and the other figures."""
     loss, nll, tokens = map(float, sums)
-    value = -float(figures.get("bleu", 0.0)) if recipe.train.best_by == "bleu" else loss / tokens
+    value, by = loss / tokens, recipe.train.best_by
+    if by != "loss":
+        lower = by in recipe.metrics and recipe.metrics[by].lower_is_better
+        value = float(figures[by]) * (1 if lower else -1) if by in figures else WORST
     return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), value, figures)
 
 
@@ -96,19 +104,31 @@ def losses_of(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: 
     return [totals[0], totals[1], totals[2] / copies]
 
 
-def bleu_of(recipe: Recipe, data: PreparedData, split: Split, rows: range, lang: str, model: Transformer, ranks: Ranks
-          ) -> tuple[float, str]:
-    """BLEU of the first of these sentences, with its signature."""
+class Texts(NamedTuple):
+    """Sentences of the validation text: sources, references, and translations, which rank 0 alone has."""
+
+    sources: list[str]
+    references: list[str]
+    hypotheses: list[str]
+
+
+def translate_greedily(recipe: Recipe, data: PreparedData, split: Split, rows: range, model: Transformer, ranks: Ranks
+                       ) -> Texts:
+    """Translates the first of these sentences. Collective."""
     some = slice(rows.start, min(rows.stop, rows.start + (recipe.train.valid_sentences or len(rows))))
     sources, references = split.src_text()[some], split.trg_text()[some]
     settings = Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens)
     # without warnings, which would repeat for the same lines at every validation
     translated = translate_shards(model, data.vocabs(), sources, settings, ranks, warn=False)
-    hypotheses = [best[0].text for best in translated]
+    return Texts(sources, references, [best[0].text for best in translated])
+
+
+def bleu_of(texts: Texts, lang: str, ranks: Ranks) -> tuple[float, str]:
+    """BLEU of translations, with its signature."""
     score = b""
     if ranks.first:
         metric = make_scorers(lang)["bleu"]
-        value = metric.corpus_score(hypotheses, [references]).score
+        value = metric.corpus_score(texts.hypotheses, [texts.references]).score
         score = json.dumps([value, str(metric.get_signature())]).encode()
     value, signature = json.loads(ranks.broadcast_bytes(score))
     return value, signature
