@@ -22,7 +22,7 @@ TESTS = {
     "deepnmt/optim/": "tests/parallel/test_optimizers.py",
     "deepnmt/parallel/": "tests/training/test_resume_anywhere.py",
     "deepnmt/processes/": "tests/nodes",
-    "deepnmt/tasks/": "tests/training",
+    "deepnmt/tasks/": "tests/training tests/extras/test_erasure.py",
     "deepnmt/training/": "tests/checkpoint tests/project/test_old_run.py",
     "deepnmt/extras/": "tests/extras/test_erasure.py",
     "studies/": "tests/studies",
@@ -52,7 +52,7 @@ def tests_of(path: str) -> set[str]:
     if parts[0] == "tests":  # a test, or what the tests beside it use
         found.add(path if parts[-1].startswith("test_") else str(Path(path).parent))
     elif parts[0] == "deepnmt":
-        room = Path("tests", *parts[1:3] if parts[1] == "extras" else parts[1:2])
+        room = Path("tests", *parts[1:3] if parts[1] in ("extras", "tasks") else parts[1:2])
         if (ROOT / room).is_dir():
             found.add(str(room))
         elif len(parts) == 2:  # a file of no room

@@ -430,6 +430,24 @@ def collapse(words: list[str]) -> None:
     print(run_draws(recipe, args.runs or Path("studies/collapse_runs.jsonl"), args.count, args.seconds))
 
 
+def mlm(words: list[str]) -> int:
+    """Train small masked language models with and without a warm-up, and classifiers from one of them."""
+    parser = plain_parser(
+        "mlm",
+        "Trains masked language models of 12 layers: Pre-LN without a warm-up, Post-LN without and with one. Then six\n"
+        "classifiers from a model of 2 layers and six from scratch, which tell sentences from shuffled words. Prints\n"
+        "two tables. Some minutes on a core; the same command goes on where it was stopped.",
+        "python -m studies mlm --text in.txt --valid valid.txt",
+    )
+    parser.add_argument("--text", required=True, metavar="FILE", help="sentences, one a line, 3,000 or more")
+    parser.add_argument("--valid", required=True, metavar="FILE", help="others, 700 or more")
+    add_options(parser, ("--folder", "FOLDER", Path, Path("runs/mlm"), "where the runs are (default runs/mlm)"))
+    args = parser.parse_args(words)
+    from studies.masked_lm import run_study
+
+    return run_study(args.folder, args.text, args.valid)
+
+
 def deep_blocks(words: list[str]) -> None:
     """Count and measure what each block costs, and train some updates of a deep model of it."""
     parser = plain_parser(
@@ -550,6 +568,7 @@ STUDIES: dict[str, Command] = {
     "compare-blocks": compare_blocks,
     "long-runs": long_runs,
     "collapse": collapse,
+    "mlm": mlm,
     "deep-blocks": deep_blocks,
     "benchmark": benchmark,
     "searches": searches,

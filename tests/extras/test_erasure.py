@@ -1,4 +1,5 @@
-"""The erasure test: a visitor, a folder of deepnmt/extras, can be deleted without the core noticing.
+"""The erasure test: a visitor, a folder of deepnmt/extras, or a task, a folder of deepnmt/tasks other than translation,
+can be deleted without the core noticing.
 
 Each is deleted from a copy of the package, and once all of them. Then every module imports, `deepnmt --help` lacks the
 visitor's commands alone, and tests of the core pass; where all are gone, all tests of the core import. No file of the
@@ -18,8 +19,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = ROOT / "deepnmt" / "extras"
-VISITORS = sorted(folder.name for folder in EXTRAS.iterdir() if (folder / "__init__.py").is_file())
+EXTRAS, TASKS = ROOT / "deepnmt" / "extras", ROOT / "deepnmt" / "tasks"
+HOMES = {folder.name: folder for room in (EXTRAS, TASKS) for folder in room.iterdir()
+         if (folder / "__init__.py").is_file() and folder != TASKS / "translation"}
+VISITORS = sorted(HOMES)
 # Quick tests of the core: blocks, learning rates, the search, and recipes.
 CORE = ["tests/model/test_blocks.py::test_block_follows_its_formula", "tests/optim/test_optim.py::test_learning_rate",
         "tests/decode/test_search.py::test_length_penalties_by_hand",
@@ -28,7 +31,7 @@ CORE = ["tests/model/test_blocks.py::test_block_follows_its_formula", "tests/opt
 
 def commands_of(visitor: str) -> set[str]:
     """The names in the table `COMMANDS` of a visitor's module `commands`, read without importing it."""
-    file = EXTRAS / visitor / "commands.py"
+    file = HOMES[visitor] / "commands.py"
     if not file.is_file():
         return set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -55,8 +58,9 @@ def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for part in ("docs", "recipes", "ds_configs", "setup.cfg", "pyproject.toml"):
             (copy / part).symlink_to(ROOT / part)
         for visitor in gone:
-            shutil.rmtree(copy / "deepnmt" / "extras" / visitor)
-            shutil.rmtree(copy / "tests" / "extras" / visitor, ignore_errors=True)
+            home = HOMES[visitor].relative_to(ROOT / "deepnmt")
+            shutil.rmtree(copy / "deepnmt" / home)
+            shutil.rmtree(copy / "tests" / home, ignore_errors=True)
     environment = {**os.environ, "PYTHONPATH": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, ROOT / "tests" / "support" / "erasing.py", folder, *CORE], cwd=folder,
                    env=environment, timeout=850, check=True)
@@ -86,6 +90,8 @@ WORDS = {
     "doctor": r"doctor|diagnos",
     "export": r"ctranslate2|hugging ?face|onnx|deepnmt export|deepnmt fold\b",
     "fetch": r"mtdata|deepnmt get\b|fetch_texts",
+    "classify": r"classif|matthews",
+    "masked_lm": r"masked_lm|masked language|masking|<mask>",
     "kernels": r"extras[./]kernels|philox|packed_attention|has_kernels|_kernel\b|triton\.jit",
     "modify": r"data\.modify|typos|extras[./]modify",
     "outside_metrics": r"outside_metrics",
@@ -105,12 +111,12 @@ ALLOWED = {
 @pytest.mark.parametrize("visitor", WORDS)
 def test_no_file_of_the_core_holds_a_word_of_a_visitor(visitor: str) -> None:
     files = [file for file in (ROOT / "deepnmt").rglob("*") if file.suffix in (".py", ".json", ".html")
-             and EXTRAS not in file.parents and (ROOT / "recipes") not in file.resolve().parents]
+             and not {EXTRAS, *HOMES.values()} & {*file.parents} and (ROOT / "recipes") not in file.resolve().parents]
     words = re.compile(WORDS[visitor], re.IGNORECASE)
     holding = {str(file.relative_to(ROOT / "deepnmt")) for file in files if words.search(file.read_text("utf-8"))}
     assert len(files) > 80 and visitor in VISITORS
     assert holding - SETTINGS == set(ALLOWED.get(visitor, ()))
-    assert any(words.search(file.read_text("utf-8")) for file in (EXTRAS / visitor).rglob("*.py"))
+    assert any(words.search(file.read_text("utf-8")) for file in HOMES[visitor].rglob("*.py"))
 
 
 def test_every_visitor_has_words() -> None:

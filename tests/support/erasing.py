@@ -21,8 +21,8 @@ LIBRARIES = ("torch", "torch.distributed", "deepspeed", "transformers", "ctransl
              "matplotlib.pyplot", "pydantic", "sacrebleu", "sentencepiece", "pytest")
 
 
-# Tests of the core are all but those of visitors and studies, and those of the distribution as a whole.
-OTHERS = ("extras", "studies", "project")
+# Tests of the core are all but those of visitors, other tasks and studies, and those of the distribution as a whole.
+OTHERS = ("extras", "tasks", "studies", "project")
 WITH_DATA = "tests/training/test_validate.py::test_bleu_is_that_of_the_target_language"
 
 

@@ -21,6 +21,7 @@ def export(words: list[str]) -> None:
         "  ctranslate2   CTranslate2, the fast engine for CPUs and GPUs; translate.backend=ctranslate2 uses it, too\n"
         "  huggingface   transformers: MarianMTModel (Post-LN) or PegasusForConditionalGeneration (Pre-LN)\n"
         "  onnx          two ONNX graphs, of any block\n"
+        "  bert          transformers: BertForMaskedLM, of task: masked_lm with post_ln; equal logits are the proof\n"
         "  post_ln       a checkpoint of plain Post-LN, as deepnmt fold writes it\n\n"
         "Reads a checkpoint of the run and its validation text. Writes RUN/ctranslate2 and so on, or the folder that\n"
         "--output names.",
@@ -45,11 +46,16 @@ def export(words: list[str]) -> None:
     settable(args, "export", "a trained model is exported as it is")
     positive(args, "lines")
     checkpoint = checkpoint_of(args.checkpoint, recipe)
-    if EXPORTERS[args.to].checkpoint:
+    if EXPORTERS[args.to].checkpoint or EXPORTERS[args.to].encoder:
         for name in ("precision", "text", "lines", "licence"):
             if getattr(args, name) != parser.get_default(name):
-                raise UserError(f"--{name} has no effect with --to {args.to}, which compares logits in float64 and "
-                                "writes a checkpoint; remove it")
+                raise UserError(f"--{name} has no effect with --to {args.to}, which compares logits in float64; remove "
+                                "it")
+        if EXPORTERS[args.to].encoder:
+            from deepnmt.extras.export.bert import export_bert
+
+            print(export_bert(recipe, checkpoint, args.output))
+            return
         from deepnmt.extras.export.post_ln import fold_run
 
         print(fold_run(recipe, checkpoint, args.output))
@@ -62,14 +68,15 @@ def export(words: list[str]) -> None:
 
 
 def import_model(words: list[str]) -> None:
-    """Import a model of Marian (OPUS-MT) or fairseq into a run."""
+    """Import a model of Marian (OPUS-MT) or fairseq, or BERT, into a run."""
     parser = plain_parser(
         "import",
         "Makes a run of a model that Marian or fairseq has trained, to translate with, to export, or to fine-tune: a\n"
         "recipe with train.init_from and vocab.model naming the run begins with its weights and its vocabulary.\n\n"
         "Reads a folder: a Marian model in Hugging Face's layout (config.json, the weights, source.spm, target.spm,\n"
-        "vocab.json), or a fairseq checkpoint (.pt) with its dictionaries dict.*.txt and sentencepiece.bpe.model. No\n"
-        "pickle is executed. Writes RUN/averaged, a checkpoint, and RUN/recipe.yaml.",
+        "vocab.json), BERT in the same (vocab.txt), which becomes a run of task: masked_lm, or a fairseq checkpoint\n"
+        "(.pt) with its dictionaries dict.*.txt and sentencepiece.bpe.model. No pickle is executed.\n\n"
+        "Writes RUN/averaged, a checkpoint, and RUN/recipe.yaml.",
         "deepnmt import opus-mt-de-en runs/opus --langs de en",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the model")

@@ -134,6 +134,10 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     if (folder / FACTS).is_file() and "files" in read_json(folder, FACTS, KIND):  # deepnmt's own, of 0.3 or newer
         read_exported(folder)
     if (folder / "config.json").is_file():
+        if (config := _json(folder / "config.json", dict[str, Any])).get("model_type") == "bert":
+            from deepnmt.extras.export.bert import import_bert
+
+            return import_bert(folder, run, config)
         foreign = _marian(folder)
     elif list(folder.glob("*.pt")):
         foreign = _fairseq(folder)
@@ -267,7 +271,7 @@ def _marian(folder: Path) -> Foreign:
     tree = _json(folder / "config.json", dict[str, Any])
     if tree.get("model_type") != "marian":
         raise UserError(f"{folder}/config.json is of a {tree.get('model_type')} model; deepnmt imports marian "
-                        "models, and fairseq checkpoints")
+                        "and bert models, and fairseq checkpoints")
     config = _checked(Marian, tree, folder / "config.json")
     if config.normalize_before or config.normalize_embedding or not config.scale_embedding:
         raise UserError(f"{folder}/config.json has normalize_before, normalize_embedding or no scale_embedding; "

@@ -1,0 +1,215 @@
+"""Labelled sentences and pairs: read from their files, segmented, and put into micro-batches.
+
+A sentence is bos + pieces + eos; a pair bos + pieces + eos + pieces + eos, whose second text is of segment 1, as [CLS]
+and [SEP] are in Devlin et al. 2019.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+
+from deepnmt.batch import Batch
+from deepnmt.checkpoint.checkpoint import find_checkpoint
+from deepnmt.data.arrays import Indices, Lengths
+from deepnmt.data.batching import EpochPlan, Rows, Sentences, Stream
+from deepnmt.data.tables import JSON, kind_of
+from deepnmt.data.text import files_of, read_lines
+from deepnmt.data.vocab import Vocabulary, vocabulary_files
+from deepnmt.device import upload
+from deepnmt.errors import UserError, nearest
+from deepnmt.tasks.classify.settings import ClassifyRecipe, Column
+from deepnmt.tokens import BOS, EOS, PAD
+
+
+class Row(NamedTuple):
+    """A line of a file: where it is, its one or two texts, and its label, "" where none was asked for."""
+
+    where: str
+    texts: list[str]
+    label: str
+
+
+class Labelled:
+    """Segmented examples; "source" and "target" of `batching.Stream` have length 1, so that a micro-batch has as many
+    examples as it has tokens.
+
+    Attributes:
+        sequences: ids of each, marks included.
+        firsts: how many of these are of the first segment.
+        labels: [N], the number of each label.
+    """
+
+    def __init__(self, name: str, sequences: list[list[int]], firsts: list[int], labels: list[int]) -> None:
+        self.name, self.sequences, self.firsts = name, sequences, firsts
+        self.labels = np.array(labels, dtype=np.int64)
+        self.lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        self.src_lengths: Lengths = np.ones(len(sequences), dtype=np.int32)
+        self.trg_lengths = self.src_lengths
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def windows(self, epoch: int) -> int:
+        """One: all examples are planned together."""
+        return 1
+
+    def window(self, epoch: int, number: int) -> Labelled:
+        """The same in every epoch."""
+        return self
+
+    @property
+    def sources(self) -> Rows:
+        raise NotImplementedError("examples are put together by `batch`")
+
+    targets = sources
+
+    def column(self, name: str) -> Rows:
+        raise KeyError(name)
+
+    def batch(self, rows: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
+        """The examples `rows` as a micro-batch: src and segments [B, S], src_lengths and labels [B]."""
+        lengths = self.lengths[np.asarray(rows)]
+        src = np.full((len(lengths), lengths.max()), PAD, dtype=np.int64)
+        segments = np.zeros_like(src)
+        for place, row in enumerate(rows):
+            src[place, :lengths[place]] = self.sequences[row]
+            segments[place, self.firsts[row]:lengths[place]] = 1
+        tensors = {"src": src, "src_lengths": lengths, "segments": segments, "labels": self.labels[np.asarray(rows)]}
+        uploaded = {name: upload(torch.from_numpy(array), device) for name, array in tensors.items()}
+        return Batch(uploaded, key, len(lengths))
+
+    def plan(self, size: int) -> list[Indices]:
+        """Batches of so many examples each, the longest first."""
+        order = np.argsort(-self.lengths, kind="stable")
+        return [order[start:start + size] for start in range(0, len(order), size)]
+
+
+class LabelledStream(Stream):
+    """The training micro-batches."""
+
+    def collate(self, sentences: Sentences, rows: Indices, key: int, device: torch.device) -> Batch:
+        return cast(Labelled, sentences).batch(rows, key, device)
+
+    def waste(self, epoch: int) -> float:
+        plan: EpochPlan = self.plan(epoch)
+        lengths = cast(Labelled, self.split(epoch)).lengths[plan.order]
+        padded = np.diff(plan.starts) * np.maximum.reduceat(lengths, plan.starts[:-1])
+        return 1.0 - float(lengths.sum() / padded.sum())
+
+
+class ClassifyData:
+    """The examples of a recipe, and the vocabulary."""
+
+    def __init__(self, vocab: Vocabulary, train: Labelled, valid: Labelled) -> None:
+        self.vocab, self.train, self.valid = vocab, train, valid
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what training reads."""
+        digest = hashlib.sha256(self.vocab.bytes)
+        for part in (self.train, self.valid):
+            digest.update(json.dumps([part.sequences, part.firsts, part.labels.tolist()]).encode())
+        return digest.hexdigest()
+
+
+def open_examples(recipe: ClassifyRecipe) -> ClassifyData:
+    """Reads and segments a recipe's examples. Raises `UserError`, see `read_rows` and `segment`."""
+    vocab, data = vocabulary_of(recipe), recipe.data
+    return ClassifyData(vocab, *(segment(recipe, vocab, read_rows(recipe, getattr(data, name)), name)
+                                 for name in ("train", "valid")))
+
+
+def vocabulary_of(recipe: ClassifyRecipe) -> Vocabulary:
+    """The vocabulary that `vocab.model` names, else that of `train.init_from`. Raises `UserError` if there is none."""
+    setting = "vocab.model" if recipe.vocab.model else "train.init_from"
+    place = Path(str(recipe.vocab.model or find_checkpoint(Path(str(recipe.train.init_from)))))
+    files = vocabulary_files(place)
+    if files is None:
+        raise UserError(f"{setting} is {place}, where there is no vocabulary; give the folder of a run that has saved "
+                        "a checkpoint, or of prepared data, or a SentencePiece file")
+    return Vocabulary.load(files[0])
+
+
+def read_rows(recipe: ClassifyRecipe, names: Sequence[str], labelled: bool = True) -> Iterator[Row]:
+    """The lines of some files; `labelled`: whether they need a label.
+
+    Raises:
+        UserError: a file cannot be read, has none of a line's columns, an empty text, or a label that is none of
+            `data.labels`; with file and line. Or there is no line.
+    """
+    columns, none = recipe.data.columns, True
+    asked = [column for column in (columns.text, columns.pair, columns.label if labelled else None)
+             if column is not None]
+    for file in map(Path, files_of(names)):
+        if not file.is_file():
+            raise UserError(f"there is no file {file} of examples; correct its path")
+        for where, cells in _cells(file, asked):
+            none = False
+            label = cells.pop() if labelled else ""
+            texts = [cell.strip().lower() if recipe.data.lowercase else cell.strip() for cell in cells]
+            for column, text in zip(asked, texts, strict=False):
+                if not text:
+                    raise UserError(f"{where}: the text in column {column!r} is empty; remove the line")
+            if labelled and label not in recipe.data.labels:
+                near = nearest(label, recipe.data.labels)
+                raise UserError(f"{where}: the label is {label!r}, but data.labels are "
+                                f"{', '.join(recipe.data.labels)}" + (f"; did you mean {near}?" if near else
+                                "; correct the line, or add the label to data.labels"))
+            yield Row(where, texts, label)
+    if none:
+        raise UserError(f"there are no examples in {', '.join(names)}; give another file")
+
+
+def _cells(file: Path, columns: Sequence[Column]) -> Iterator[tuple[str, list[str]]]:
+    """Where each line of a file is, and what it has in these columns. Raises `UserError`."""
+    lines, begin = read_lines(file), 1
+    header: list[str] = []
+    if kind_of(file) not in JSON and isinstance(columns[0], str):
+        header, begin = next(lines, "").split("\t"), 2
+    for number, line in enumerate(lines, start=begin):
+        where = f"{file}, line {number}"
+        there: dict[int | str, str]
+        if kind_of(file) in JSON:
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{where}: no JSON ({error}); write an object a line") from None
+            there = {key: str(cell) for key, cell in value.items()} if isinstance(value, dict) else {}
+        else:
+            cells = line.split("\t")
+            there = dict(zip(header, cells, strict=False)) if header else dict(enumerate(cells, start=1))
+        for column in columns:
+            if column not in there:
+                raise UserError(f"{where}: there is no column {column!r}, only {', '.join(map(str, there)) or 'none'}; "
+                                "correct the line, or data.columns")
+        yield where, [there[column] for column in columns]
+
+
+def segment(recipe: ClassifyRecipe, vocab: Vocabulary, rows: Iterator[Row], name: str) -> Labelled:
+    """Rows as sequences. Raises `UserError` for one that is longer than the encoder reads, with file and line."""
+    limit, numbers = recipe.model.max_length, {label: number for number, label in enumerate(recipe.data.labels)}
+    sequences: list[list[int]] = []
+    firsts: list[int] = []
+    labels: list[int] = []
+    while chunk := list(itertools.islice(rows, 10_000)):
+        encoded = iter(vocab.encode_batch([text for row in chunk for text in row.texts]))
+        for row in chunk:
+            parts = [next(encoded) for _ in row.texts]
+            room = limit - 1 - len(parts)
+            if (size := sum(map(len, parts))) > room and recipe.data.too_long == "refuse":
+                raise UserError(f"{row.where}: {size + 1 + len(parts)} tokens with their marks, but model.max_length "
+                                f"is {limit}; shorten the text, or set data.too_long=cut")
+            while sum(map(len, parts)) > room:
+                max(parts, key=len).pop()
+            sequences.append([BOS, *itertools.chain.from_iterable([*part, EOS] for part in parts)])
+            firsts.append(2 + len(parts[0]))
+            labels.append(numbers.get(row.label, 0))
+    return Labelled(name, sequences, firsts, labels)

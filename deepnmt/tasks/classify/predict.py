@@ -1,0 +1,102 @@
+"""Labels for texts, and the scores of several seeds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from deepnmt.config import with_settings
+from deepnmt.errors import UserError
+from deepnmt.files import read_log, table, write_json, write_text
+from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.classify.data import read_rows, segment
+from deepnmt.tasks.classify.metrics import count, interval, scores
+from deepnmt.tasks.classify.model import Classifier, build_of
+from deepnmt.tasks.classify.settings import ClassifyRecipe
+from deepnmt.training.encoders import load_encoder
+from deepnmt.training.trainer import FINISHED, train
+
+FIGURES = ("accuracy", "f1", "matthews")
+BATCH = 64  # examples at a time
+
+
+def require_classifier(recipe: Any) -> ClassifyRecipe:
+    """The recipe. Raises `UserError` if it is of another task."""
+    if not isinstance(recipe, ClassifyRecipe):
+        raise UserError(f"there is no classifier in {recipe.run}: its task is {recipe.task}; give a recipe or a run of "
+                        "task: classify")
+    return recipe
+
+
+def classify_file(run: str | Path, source: str, target: str, device: torch.device, score: bool = False) -> str | None:
+    """Writes a line for each of a file's: its label, and the probability of every label, separated by tabs, in the
+    order of `data.labels`. The file is there whole or not at all.
+
+    Args:
+        run: a run's folder or a checkpoint.
+        source: a file with the columns of the recipe's `data.columns`, of which the label may be missing unless it is
+            to be scored.
+        target: the file to write; - for standard output.
+        score: whether to compare with the labels in the file.
+
+    Returns:
+        The scores as text, if asked for.
+
+    Raises:
+        UserError: see `read_rows` and `segment`; or there is no such model.
+    """
+    model, trained, vocab = load_encoder(Path(run), lambda recipe, size: build_of(require_classifier(recipe), size))
+    recipe = cast(ClassifyRecipe, trained)
+    examples = segment(recipe, vocab, read_rows(recipe, [source], score), source)
+    model = model.to(device)
+    logits = torch.empty(len(examples), len(recipe.data.labels))
+    with torch.inference_mode():
+        for rows in examples.plan(BATCH):
+            logits[torch.from_numpy(rows)] = cast(Classifier, model).logits(examples.batch(rows, 0, device)).cpu()
+    found = logits.argmax(1).tolist()
+    lines = ["\t".join([recipe.data.labels[label], *(f"{p:.4f}" for p in row)])
+             for label, row in zip(found, logits.softmax(1).tolist(), strict=True)]
+    text = "".join(f"{line}\n" for line in lines)
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        try:
+            write_text(Path(target), text)
+        except OSError as error:
+            raise UserError(f"{target} cannot be written: {error.strerror or error}; give another file") from None
+    if not score:
+        return None
+    figures = scores(count(examples.labels, logits.argmax(1).numpy(), len(recipe.data.labels)))
+    return f"{len(examples):,} examples: " + ", ".join(f"{name} {figures[name]:.4f}" for name in FIGURES)
+
+
+def train_seeds(recipe: ClassifyRecipe, seeds: list[int], ranks: Ranks) -> int:
+    """Trains a classifier with each seed, into RUN/seed-N, or resumes it; then prints the scores of each at its last
+    validation, their mean and the 95 % interval, and writes them into RUN/seeds.json. Collective.
+
+    Returns:
+        The exit code of training: not 0 if it was stopped, and the same command resumes.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for seed in seeds:
+        run = str(Path(recipe.run) / f"seed-{seed}")
+        code = train(with_settings(recipe, {"seed": seed, "run": run}), ranks)
+        if code != FINISHED:
+            return code
+        if ranks.first:
+            last = [line for line in read_log(Path(run) / "log.jsonl") if line["type"] == "valid"][-1]
+            found[seed] = {name: last[name] for name in ("loss", *FIGURES)}
+    if ranks.first:
+        means = {name: interval([figures[name] for figures in found.values()]) for name in FIGURES}
+        rows = [("seed", *FIGURES)]
+        rows += [(str(seed), *(f"{figures[name]:.4f}" for name in FIGURES)) for seed, figures in found.items()]
+        rows.append(("mean", *(f"{mean:.4f} ± {half:.4f}" for mean, half in means.values())))
+        print(table(rows, left=1))
+        write_json(Path(recipe.run) / "seeds.json", {
+            "seeds": {str(seed): figures for seed, figures in found.items()},
+            "mean": {name: mean for name, (mean, _) in means.items()},
+            "interval_95": {name: half for name, (_, half) in means.items()}})
+    return FINISHED

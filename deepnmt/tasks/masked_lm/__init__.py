@@ -1,0 +1,3 @@
+"""Masked language models, as BERT: `task: masked_lm`."""
+
+LINE = "an encoder that fills in masked tokens"

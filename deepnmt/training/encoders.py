@@ -1,0 +1,172 @@
+"""What tasks with an encoder alone have in common: how a run starts, begins with a trained encoder, and is planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepnmt.checkpoint.checkpoint import (
+    RECIPE,
+    SRC_VOCAB,
+    TRG_VOCAB,
+    find_checkpoint,
+    model_in,
+    read_task_files,
+    shapes_of,
+    verify_files,
+)
+from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
+from deepnmt.config.encoders import EncoderModel, EncoderRecipe
+from deepnmt.config.fields import Fact
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.errors import UserError
+from deepnmt.files import sha256
+from deepnmt.folders import MANIFEST
+from deepnmt.model.encoder import Encoder, EncoderInitialiser
+from deepnmt.model.init import Source, fill
+from deepnmt.optim.schedules import warmup_note
+from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.settings import Layout, layout_of
+from deepnmt.processes.launch import rank_from_environment
+from deepnmt.processes.ranks import Ranks
+from deepnmt.processes.rendezvous import agree
+from deepnmt.progress import print_status
+from deepnmt.training.fine_tuning import find_trained
+from deepnmt.training.plan import disk_note
+
+BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
+
+
+def shapes_by_name(build: BuildEncoder) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, which take no memory."""
+    with torch.device("meta"):
+        return shapes_of(dict(build(lambda part: None).named_parameters()))
+
+
+def start_encoder(
+    recipe: EncoderRecipe, build: BuildEncoder, vocab: Vocabulary, layout: Layout, ranks: Ranks, initialise: bool
+) -> Engine:
+    """The engine of a task's model; with `initialise` its weights are the initial ones, and those of `train.init_from`
+    where it has them. Collective.
+
+    Raises:
+        UserError: on every process; see `trained_encoder`.
+    """
+    engine = build_engine(build, recipe, layout, ranks)  # type: ignore[arg-type]
+    if initialise:
+        shapes = shapes_by_name(build)
+        initial = EncoderInitialiser(recipe.model, shapes, recipe.seed)
+        engine.fill(trained_encoder(recipe, shapes, vocab, initial, ranks) if recipe.train.init_from else initial)
+    return engine
+
+
+def trained_encoder(
+    recipe: EncoderRecipe, shapes: Mapping[str, tuple[int, ...]], vocab: Vocabulary, initial: Source, ranks: Ranks
+) -> Source:
+    """The weights that `train.init_from` names; where that has none for a parameter of the head, the initial ones.
+    Collective.
+
+    Raises:
+        UserError: on every process; there is no such model, it is damaged, or its encoder or vocabulary is another.
+    """
+    folder = ranks.raise_everywhere(lambda: find_trained(recipe))
+    agree(ranks, "the models to begin with", {"train.init_from's manifest": sha256(folder / MANIFEST)[:8]},
+          "give all machines the same model")
+    ranks.raise_everywhere(lambda: check_trained(recipe, shapes, vocab, folder))
+    if ranks.first:
+        print_status(f"beginning with the encoder of {folder}")
+    trained = model_in(folder)
+    taken = {name for name, shape in shapes.items() if trained.shapes.get(name) == shape}
+
+    def source(name: str) -> Tensor:
+        return trained(name) if name in taken else initial(name)
+
+    return source
+
+
+def check_trained(
+    recipe: EncoderRecipe, shapes: Mapping[str, tuple[int, ...]], vocab: Vocabulary, folder: Path
+) -> None:
+    """Raises `UserError` if a checkpoint does not hold the recipe's encoder with the same vocabulary."""
+    verify_files(folder, None)
+    where, theirs = f"train.init_from names {folder}", load_recipe(folder / RECIPE)
+    if not isinstance(theirs.model, EncoderModel):
+        raise UserError(f"{where}, a model of task: {theirs.task}; give one of an encoder alone")
+    for key, was, now in changed_settings(theirs.model, recipe.model):
+        if not EncoderModel.is_marked(key, Fact.TRAINING_ONLY) and key != "initial_std":
+            raise UserError(f"{where}, which holds another encoder: model.{key} is {now} and was {was}; set "
+                            f"model.{key}={was}")
+    if read_task_files(folder).get(SRC_VOCAB) != vocab.bytes:
+        raise UserError(f"{where}, whose vocabulary is not that of the data; set vocab.model={recipe.train.init_from}, "
+                        "and where data are prepared data.folder to a new folder")
+    found = model_in(folder).shapes
+    for name, shape in shapes.items():
+        if not name.startswith("head.") and found.get(name) != shape:
+            raise UserError(f"{where}, which does not hold the model of its {RECIPE}: {name} is "
+                            f"{list(found.get(name, ())) or 'missing'}, not {list(shape)}; give a checkpoint as "
+                            "training wrote it")
+
+
+def vocabulary_files_of(vocab: Vocabulary) -> dict[str, bytes]:
+    """The vocabulary as a checkpoint holds it: under both names, so that `vocab.model` finds it."""
+    return {SRC_VOCAB: vocab.bytes, TRG_VOCAB: vocab.bytes}
+
+
+def load_encoder(folder: Path, build: Callable[[Recipe, int], BuildEncoder]) -> tuple[Encoder, Recipe, Vocabulary]:
+    """A trained model in evaluation mode on the CPU, its recipe and its vocabulary.
+
+    Args:
+        folder: a checkpoint or the folder of a run.
+        build: from a recipe and the size of its vocabulary.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged.
+    """
+    folder = find_checkpoint(folder)
+    verify_files(folder, None)
+    recipe = load_recipe(folder / RECIPE)
+    vocab = Vocabulary(read_task_files(folder)[SRC_VOCAB])
+    model = build(recipe, vocab.size)(lambda part: None)
+    fill(model, model_in(folder))
+    return model.eval(), recipe, vocab
+
+
+@contextmanager
+def evaluated(engine: Engine) -> Iterator[Any]:
+    """The whole model on this process, without dropout or gradients. Collective."""
+    model: Any = engine.gather_model()
+    model.eval()
+    with torch.no_grad():
+        yield model
+
+
+def plan_encoder(recipe: EncoderRecipe, build: BuildEncoder, data: Mapping[str, str]) -> str:
+    """What `train --dry-run` prints: the recipe, and the figures of the run. `data`: lines about the data.
+
+    Raises:
+        UserError: training would reject the layout.
+    """
+    layout = layout_of(recipe, rank_from_environment()[1])
+    parameters = sum(math.prod(shape) for shape in shapes_by_name(build).values())
+    model = recipe.model
+    rows = {
+        "model": f"{model.encoder.layers}L encoder, {model.encoder.block}, width {model.width}",
+        "parameters": f"{parameters:,}",
+        **data,
+        "layout": "plain PyTorch, fp32" if layout.config is None else
+                  f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}",
+        "disk": disk_note(recipe, parameters),
+    }
+    if recipe.train.init_from is not None:
+        rows["begins with"] = f"the encoder of {find_trained(recipe)}"
+    if note := warmup_note(recipe):
+        rows["learning rate"] = note
+    width = max(map(len, rows))
+    return "\n".join([dump_recipe(recipe), *(f"# {key:<{width}}  {value}" for key, value in rows.items())])
