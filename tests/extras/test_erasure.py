@@ -96,6 +96,7 @@ WORDS = {
     "modify": r"data\.modify|typos|extras[./]modify",
     "outside_metrics": r"outside_metrics",
     "serve": r"uvicorn|starlette|deepnmt serve|prometheus",
+    "speech": r"filter ?banks?|soundfile|spec_?augment",
     "trackers": r"wandb|mlflow|trackers",
 }
 # Settings that recipes and checkpoints of users have keep their names, their descriptions and their checks.
