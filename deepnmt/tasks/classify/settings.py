@@ -77,14 +77,15 @@ class SentenceBatch(Batch):
 class ClassifyTrain(EncoderTrain):
     """How long a run is, and what it logs, validates and saves."""
 
-    best_by: Annotated[Literal["loss", "accuracy", "f1", "matthews"], Fact.FIXED] = "accuracy"
+    best_by: Annotated[  # type: ignore[assignment]
+        Literal["loss", "accuracy", "f1", "matthews"], Fact.FIXED] = "accuracy"
     """What makes a validation the best: the lowest loss, or the highest of the others."""
     head_dropout: Annotated[Rate, Fact.SEEN] = 0.1
     """Dropout before the last matrix."""
 
 
 class ClassifyRecipe(EncoderRecipe):
-    data: Annotated[Examples, For("classify")]
+    data: Annotated[Examples, For("classify")]  # type: ignore[assignment]
     """The examples."""
     batch: SentenceBatch = SentenceBatch()
     """The micro-batches."""

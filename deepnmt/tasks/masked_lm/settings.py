@@ -51,7 +51,7 @@ class Masking(Section):
 
 
 class MaskedRecipe(EncoderRecipe):
-    data: Annotated[Texts, For("report")]
+    data: Annotated[Texts, For("report")]  # type: ignore[assignment]
     """The texts."""
     masking: Annotated[Masking, Fact.FIXED] = Masking()
     """Which tokens are predicted."""
