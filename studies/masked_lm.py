@@ -84,7 +84,7 @@ def classify_recipe(folder: Path, name: str, encoder: Path, begin: bool) -> dict
         "optimizer": {"name": "adamw", "lr": 5e-4, "betas": [0.9, 0.98], "weight_decay": 0.01,
                       "decay_norms_and_biases": False},
         "schedule": {"name": "linear", "warmup": 0},
-        "train": {"updates": 120, "clip": 1.0, "validate_every": 60, "save_every": 120, "keep_last": 1,
+        "train": {"updates": 60, "clip": 1.0, "validate_every": 30, "save_every": 60, "keep_last": 1,
                   **({"init_from": str(encoder)} if begin else {})},
         "parallel": {"ds_config": None, "threads": 1},
     }
