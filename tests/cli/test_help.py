@@ -38,7 +38,7 @@ WANTED = ("no training has begun there", "there is nothing to compare", "there i
           "there is no input file", "there is no file", "there is no prepared data in",
           "there is no folder", "there are 0;", "has 0 runs; a rule needs", "verdict.json cannot be read",
           "holds no whole one", "has no log.jsonl", "no checkpoint in", "a.de cannot be read",
-          "my.yaml exists already", "there is no classifier in", "not here")
+          "my.yaml exists already", "is a command of task: classify", "not here")
 
 
 def refuse(*_: object, **__: object) -> None:

@@ -97,7 +97,7 @@ LONG = ("studies.papers.reproduce", "studies.benchmarks.layouts.compare_layouts"
         "deepnmt.extras.fetch.fetch.fetch_texts")
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
           "there is no folder", "there is no recipe or run folder runs/", "there is no recipe student.yaml",
-          "no checkpoint in", "there are 0;", "there is no classifier in",
+          "no checkpoint in", "there are 0;", "is a command of task: classify",
           "holds no whole one", "has no log.jsonl", "not here")
 
 
