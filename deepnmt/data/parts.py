@@ -391,7 +391,7 @@ def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], plac
         before, scans[column] = 0, []
         for file in files:
             header = column == "tsv" and has_header(Path(file), columns_of(corpus))
-            found = scan(Path(file), before, step, header, lambda size, done=done: progress(done + size))
+            found = scan(Path(file), before, step, header, lambda size: progress(done + size))
             scanned[Path(file)] = found
             scans[column].append(found)
             before += found.lines

@@ -14,12 +14,13 @@ from refusals import contents, user_error
 
 from deepnmt.config import Cleaning, Filters, Recipe, check_recipe, dump_recipe, load_recipe, plugins
 from deepnmt.config.plugins import name_plugins
-from deepnmt.config.sections import NAMED
+from deepnmt.config.sections import NAMED, WeightedCorpus
 from deepnmt.data import parts
 from deepnmt.data.filters import KEPT, Row, Rules, code_of, filter_corpora, fold
 from deepnmt.data.parts import Part
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
+from deepnmt.data.text import read_rows
 
 PLUGIN = """
 def label(lines, side):
@@ -129,6 +130,23 @@ def test_language_scores(plugin: str) -> None:
     for lowest, due in ((0.5, [0, 0, 0, 1]), (0.1, [0] * 4), (0.95, [1] * 4)):
         clean = Cleaning(language_id="score", min_language_score=lowest)
         assert (filter_corpora([(Rules(clean=clean, languages=("de", "ru")), rows)])[0] > 0).tolist() == due
+
+
+@pytest.mark.parametrize("kind", ["tsv", "jsonl", "parquet"])
+def test_scores_of_each_kind_of_table(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / f"a.{kind}"
+    rows = [{"q": {"x": 0.25}, "de": "Haus", "en": "house"}, {"q": {"x": 3.0}, "de": "Hof", "en": "yard"}]
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'deepnmt[pyarrow]'")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
+    elif kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        file.write_text("q.x\tde\ten\n0.25\tHaus\thouse\n3\tHof\tyard\n", encoding="utf-8")
+    cleaning = Cleaning(score="q.x", min_score=0.5)
+    corpus = WeightedCorpus(tsv=[str(file)], columns=["de", "en"], cleaning=cleaning)
+    assert list(read_rows(corpus)) == [("Haus", "house", 0.25), ("Hof", "yard", 3.0)]
+    assert (filter_corpora([(Rules(clean=cleaning), read_rows(corpus))])[0] > 0).tolist() == [True, False]
 
 
 # -- the whole of prepare ----------------------------------------------------------------------------------------------
