@@ -382,6 +382,11 @@ def _show_bytes(files: Sequence[Path]) -> AbstractContextManager[Progress]:
                          total=total, unit="B", unit_scale=True, mininterval=0.5)
 
 
+def _from(done: int, progress: Progress) -> Progress:
+    """Progress of a part of what is done, before which so much was."""
+    return lambda more: progress(done + more)
+
+
 def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], place: int, progress: Progress
            ) -> list[Unit]:
     """The units of a corpus, whose files are scanned; the first is number `place` of all."""
@@ -391,7 +396,7 @@ def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], plac
         before, scans[column] = 0, []
         for file in files:
             header = column == "tsv" and has_header(Path(file), columns_of(corpus))
-            found = scan(Path(file), before, step, header, lambda size: progress(done + size))
+            found = scan(Path(file), before, step, header, _from(done, progress))
             scanned[Path(file)] = found
             scans[column].append(found)
             before += found.lines
