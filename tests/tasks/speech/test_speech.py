@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import wave
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from tiny_engines import parallel
 from warm import Warm
 from waves import RATE, wave_of
 
+from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_weights, newest_checkpoint
 from deepnmt.cli import main
 from deepnmt.config import check_recipe, load_recipe
@@ -29,7 +32,7 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.speech.audio import Utterance, features_of, read_lists
-from deepnmt.tasks.speech.data import hide, padded_frames
+from deepnmt.tasks.speech.data import SpeechStream, hide, padded_frames
 from deepnmt.tasks.speech.filterbanks import BINS, filter_banks, normalised
 from deepnmt.tasks.speech.model import build_of, initial_weights
 from deepnmt.tasks.speech.prepare import open_speech, prepare_speech
@@ -292,6 +295,33 @@ def test_a_run_resumes_to_the_bit(prepared: Path) -> None:
     assert logged[0] == logged[1] and len(logged[1]) == 8
     first, last = (line for line in read_log(whole / "log.jsonl") if line["type"] == "valid")
     assert last["loss"] < first["loss"] and last["wer"] > 0
+
+
+def killed(file: str, run: str) -> int:
+    """Runs in a process of its own: kills it while it makes the micro-batch of update 7."""
+    collate, made = SpeechStream.collate, 0
+
+    def until(*arguments: Any) -> Batch:
+        nonlocal made
+        made += 1
+        if made == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return collate(*arguments)
+
+    SpeechStream.collate = until  # type: ignore[method-assign]
+    return main("train", [file, f"run={run}"])
+
+
+def test_a_killed_run_resumes_to_the_bit(prepared: Path, warm: Warm) -> None:
+    whole, broken = prepared / "whole", prepared / "killed"
+    file = write(prepared)
+    warm.start(1, "test_speech:killed", file, broken)
+    assert warm.wait() == [-signal.SIGKILL]
+    assert cast(Path, newest_checkpoint(broken / "checkpoints")).name == "update-00000004"
+    for run in (broken, whole):
+        assert main("train", [file, f"run={run}"]) == 0
+    ours, theirs = (load_weights(cast(Path, newest_checkpoint(run / "checkpoints"))) for run in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and len(ours) == len(theirs) > 20
 
 
 def test_tones_are_learned_and_recognised(
