@@ -31,6 +31,7 @@ LONG = {"reproduce": "studies.papers.reproduce", "layouts": "studies.benchmarks.
         "verdict-runs": "studies.verdict_text.run_all", "collapse": "studies.collapse.run_draws",
         "deep-blocks": "studies.deep_blocks.measure_all", "data-at-scale": "studies.benchmarks.data_at_scale.made_up",
         "peers": "studies.benchmarks.data_at_scale.made_up",
+        "speech": "studies.speech.run_study",
         "demo": "deepnmt.extras.demo.run.make_corpus",
         "get": "deepnmt.extras.fetch.fetch.fetch_texts", "run": "deepnmt.steps.run_steps"}
 # Messages that an example may end with if there is no text, data or checkpoint.

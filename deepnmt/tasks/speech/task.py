@@ -68,6 +68,7 @@ def validate(recipe: Recipe, data: PreparedSpeech, engine: Engine, ranks: Ranks)
 
 def _plan(recipe: Recipe, card: str | None) -> str:
     """What `train --dry-run` prints: the recipe, and the figures of the run."""
+    _check(recipe)
     layout = layout_of(recipe, rank_from_environment()[1])
     vocab, epoch = recipe.vocab.size, "not prepared yet"
     if Path(recipe.data.folder).exists():

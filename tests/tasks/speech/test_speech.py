@@ -417,7 +417,7 @@ def test_a_truncated_flac(tmp_path: Path, refused: Refused) -> None:
     (["train.freeze=[convolution]"], "did you mean convolutions?"),
 ])
 def test_settings_that_are_refused(changes: list[str], expected: str, prepared: Path, refused: Refused) -> None:
-    assert expected in refused("train", write(prepared), *changes)
+    assert expected in refused("train", write(prepared), "--dry-run", *changes)
 
 
 def test_prepared_data_is_compared(prepared: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
