@@ -7,15 +7,14 @@ commands that a user would type, so a study that was stopped goes on where it wa
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import yaml
 
+from deepnmt.cli import main
 from deepnmt.errors import UserError
 from deepnmt.files import write_text
 from deepnmt.progress import print_status
@@ -102,13 +101,11 @@ def run_study(folder: Path, settings: list[str], sizes: dict[str, int] = SIZES) 
     folder.mkdir(parents=True, exist_ok=True)
     make_set(folder, sizes)
     recipe = write_recipe(folder, settings)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = folder / "run"
-    for words in (["prepare", recipe], ["train", recipe], ["average", run], ["evaluate", run]):
-        done = subprocess.run([sys.executable, "-m", "deepnmt", *map(str, words)], env=environment, check=False)
-        if done.returncode:
-            raise UserError(f"deepnmt {words[0]} ended with {done.returncode}, and has said why; the same command goes "
-                            "on from there")
+    for command, given in (("prepare", recipe), ("train", recipe), ("average", run), ("evaluate", run)):
+        if code := main(command, [str(given)]):
+            raise UserError(f"deepnmt {command} ended with {code}, and has said why; the same command goes on from "
+                            "there")
     scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
     lines = ["| test set | utterances | WER % | CER % |", "|---|---|---|---|"]
     for name, row in scores["sets"].items():
