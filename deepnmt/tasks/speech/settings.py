@@ -94,7 +94,7 @@ class SpeechModel(Model):
 class SpeechTrain(Train):
     valid_bleu: Literal[False] = False
     """Speech has a word error rate instead, of `valid_sentences`."""
-    best_by: Annotated[Literal["loss", "wer"], Fact.FIXED] = "loss"  # type: ignore[assignment]
+    best_by: Annotated[Literal["loss", "wer"], Fact.FIXED] = "loss"
     """What makes a validation the best: the lowest loss, or the lowest word error rate."""
     label_smoothing: Rate = 0.1
     """Probability mass that is spread over the vocabulary."""
