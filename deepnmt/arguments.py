@@ -145,17 +145,20 @@ def expected_model(args: argparse.Namespace, recipe: Recipe, checkpoint: object)
     return None if checkpoint and not named else recipe.model
 
 
-def settable(args: argparse.Namespace, command: str, why: str, without: Sequence[str] = ()) -> None:
+def settable(
+    args: argparse.Namespace, command: str, why: str, without: Sequence[str] = (), recipe: type[Recipe] = Recipe
+) -> None:
     """Raises `UserError` where a setting is given on the command line that has no effect in this command, see
     `config.fields.For`.
 
     Args:
         without: settings that have none this time.
+        recipe: the class of the task's recipes.
     """
     for words in args.overrides:
         key = words.partition("=")[0]
-        if key in without or not (Recipe.is_marked(key, command) or key.split(".")[0] == "plugins"):
-            known = [name for name in Recipe.marked(command) if name not in without]
+        if key in without or not (recipe.is_marked(key, command) or key.split(".")[0] == "plugins"):
+            known = [name for name in recipe.marked(command) if name not in without]
             raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
                             f"{', '.join(known)})")
 

@@ -6,6 +6,7 @@ installed from a wheel.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _HOME = Path(__file__).parent
@@ -19,6 +20,16 @@ def find_shipped(path: str | Path) -> Path:
     """
     places = (Path(path), _HOME / path, _HOME / "recipes" / f"{path}.yaml")
     return next((place for place in places if place.exists()), places[0])
+
+
+def tasks_of_recipes() -> dict[str, str]:
+    """The names of all recipes, each with its task."""
+    home = _HOME / "recipes"
+    tasks = {}
+    for name in shipped_recipes():
+        found = re.search(r"^task: *(\w+)", (home / f"{name}.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        tasks[name] = found[1] if found else "translation"
+    return tasks
 
 
 def shipped_recipes() -> dict[str, str]:

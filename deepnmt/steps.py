@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepnmt.config import Corpus, Recipe, load_recipe
+from deepnmt.config import Corpus, Data, Recipe, load_recipe
 from deepnmt.config.plugins import is_named
 from deepnmt.data.prepared import corpora
 from deepnmt.data.text import corpora_of
@@ -50,7 +50,7 @@ def run_steps(
         raise UserError(f"data.translated_by goes round in a circle, {' -> '.join((*asking, file))}; let one of these "
                         "recipes do without the other's translations")
     wanted = []
-    for text in corpora(recipe).values():
+    for text in corpora(recipe).values() if isinstance(recipe.data, Data) else ():  # other tasks' have no translations
         for corpus in corpora_of(text).values():
             if by := corpus.translated_by:
                 wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus), *_metrics(recipe)])))
@@ -72,7 +72,7 @@ def run_steps(
                           *_search(corpus), *_metrics(recipe)]):
             return code
     for words in (["prepare", file, *overrides], ["train", file, *overrides], ["average", recipe.run],
-                  *([["evaluate", recipe.run, *_metrics(recipe)]] if recipe.data.test else [])):
+                  *([["evaluate", recipe.run, *_metrics(recipe)]] if getattr(recipe.data, "test", None) else [])):
         code = start(words)
         if not code and words[0] == "train":  # not every launcher hands on that training was stopped
             code = run_status(Path(recipe.run)).code

@@ -22,7 +22,8 @@ and in it are
 
 - `LINE` in the package itself: what the task is. It imports no torch.
 - `task`: `TASK`, see `training.task.Task`.
-- `commands`, if it has some of its own: as those of a visitor.
+- `commands`, if it has some of its own: as those of a visitor. Several tasks may have one of the same name; the recipe
+  decides.
 - `settings`, if its recipes have other sections than those of translation: `RECIPE`, a subclass of `config.Recipe`. It
   imports no torch.
 """

@@ -487,6 +487,30 @@ def equal_systems(words: list[str]) -> None:
     print(count_stars(args.text, args.pairs, args.sentences, args.metric))
 
 
+def lm_depth(words: list[str]) -> None:
+    """Compare language models of 6 and 16 layers, and a plain PyTorch loop."""
+    parser = plain_parser(
+        "lm-depth",
+        "Trains language models of 6 and 16 layers by Post-LN, Pre-LN and B2T on a text, and beside them a plain\n"
+        "PyTorch loop of nanoGPT's shape on the same tokens. Prints bits a byte of the validation text.\n\n"
+        "Appends a line for each run to a file; started again, it makes what is missing.",
+        "python -m studies lm-depth train.en.gz valid.en.gz --updates 2000 --seeds 3\n"
+        "python -m studies lm-depth train.en.gz valid.en.gz --updates 100 --depths 6 --seconds 60",
+    )
+    for name, what in (("train", "the training text"), ("valid", "the validation text")):
+        parser.add_argument(name, metavar=name.upper(), help=f"{what}, a sentence or paragraph a line")
+    add_options(parser, ("--output", "FILE", Path, Path("runs/lm_depth.jsonl"), "default runs/lm_depth.jsonl"),
+                ("--updates", "N", int, 2000, "of 2,048 tokens (default 2000)"),
+                ("--seeds", "N", int, 3, "default 3"), ("--depths", "N", int, [6, 16], "default 6 16"),
+                ("--rate", "R", float, 1e-3, "peak learning rate (default 0.001)"), SECONDS, THREADS)
+    args = parser.parse_args(words)
+    positive(args, "updates", "seeds", "depths", "threads")
+    use_threads(args.threads)
+    from studies.lm_depth import study
+
+    print(study(args.train, args.valid, args.output, args.updates, args.seeds, args.depths, args.rate, args.seconds))
+
+
 def data_at_scale(words: list[str]) -> None:
     """Measure what training waits for and holds with many pairs in shards."""
     parser = plain_parser(
@@ -562,6 +586,7 @@ def peers(words: list[str]) -> None:
 STUDIES: dict[str, Command] = {
     "compare": compare,
     "equal-systems": equal_systems,
+    "lm-depth": lm_depth,
     "admin-profile": admin_profile,
     "verdict-runs": verdict_runs,
     "reproduce": reproduce,

@@ -382,7 +382,7 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
         raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of translation; give "
                         "another checkpoint")
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
-    if difference := _other_model(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes):
+    if difference := shapes_differ(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
@@ -392,7 +392,7 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, state, checkpoint)
 
 
-def _other_model(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def shapes_differ(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """A clause on how these shapes differ from those of a model, which takes no more time or memory than they."""
     for side in model.sides:
         if f"{side}.layers.{model.stack(side).layers - 1}.ffn.fc2.weight" not in shapes:

@@ -1,9 +1,10 @@
 """The commands of `deepnmt`: a module for each group here, and a module `commands` of each task and visitor.
 
 Such a module has the functions `COMMANDS` by name, the headline `GROUP` under which they are listed, and optionally the
-command `BEFORE` which they are listed, and `REQUIREMENTS`, the packages that an installation may lack. It imports
-nothing heavy at its top: `--help` and a mistake on the command line are answered without torch. What a command calls is
-imported once its arguments have been checked.
+command `BEFORE` which they are listed, and `REQUIREMENTS`, the packages that an installation may lack. A task's may
+have `CLAIMS`: for a command that others have, too, and that is given no recipe, whether its words are the task's. A
+module imports nothing heavy at its top: `--help` and a mistake on the command line are answered without torch. What a
+command calls is imported once its arguments have been checked.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.shipped import find_shipped
 from deepnmt.visitors import task_lines, task_modules, visitor_modules
 
+Claim = Callable[[Sequence[str]], bool]  # of the words after a command's name
 Command = Callable[[list[str]], int | None]  # from the words after its name to the exit code (None: 0)
 
 RECIPES = "Recipes to begin with"
@@ -29,36 +31,53 @@ _CORE = ("recipes", "text", "train", "convert", "cluster")
 
 
 def command_modules() -> list[ModuleType]:
-    """Those of the core, then those of tasks and visitors."""
+    """Those of the core, then those of tasks, translation's first, and of visitors."""
     core = [import_module(f"deepnmt.commands.{name}") for name in _CORE]
-    return [*core, *task_modules("commands"), *visitor_modules("commands")]
+    tasks = sorted(task_modules("commands"), key=lambda module: f".{Recipe.default('task')}." not in module.__name__)
+    return [*core, *tasks, *visitor_modules("commands")]
 
 
 def command_groups() -> dict[str, dict[str, Command]]:
     """All commands by name, under their headlines, in the order in which they are listed."""
     groups: dict[str, list[tuple[str, Command]]] = {headline: [] for headline in (RECIPES, TEXT, EXAMINE, TRY)}
     by_task: dict[str, dict[str, Command]] = {}  # commands that tasks have, by their names and the task's
+    claims: dict[str, dict[str, Claim]] = {}
     for module in task_modules("commands"):
+        task = module.__name__.split(".")[-2]
         for name, command in module.COMMANDS.items():
-            by_task.setdefault(name, {})[module.__name__.split(".")[-2]] = command
-    for module in command_modules():
+            by_task.setdefault(name, {})[task] = command
+        for name, claim in getattr(module, "CLAIMS", {}).items():
+            claims.setdefault(name, {})[task] = claim
+    modules = command_modules()
+    others = {name: command for module in modules if ".tasks." not in module.__name__
+              for name, command in module.COMMANDS.items()}
+    for module in modules:
         listed = groups[module.GROUP]
         names = [name for name, _ in listed]
         before = getattr(module, "BEFORE", None)
         place = names.index(before) if before in names else len(names)
-        listed[place:place] = [(name, _of_task(name, by_task[name]) if name in by_task else command)
-                               for name, command in module.COMMANDS.items() if name not in names]
+        if ".tasks." in module.__name__:  # of what a visitor has, too, the visitor says where it is listed
+            names += others
+        added = []
+        for name, command in module.COMMANDS.items():
+            if name in by_task:
+                command = _of_task(name, by_task[name], others.get(name), claims.get(name, {}))
+            if name not in names:
+                added.append((name, command))
+        listed[place:place] = added
     return {headline: dict(listed) for headline, listed in groups.items()}
 
 
-def _of_task(name: str, commands: Mapping[str, Command]) -> Command:
-    """A command that tasks have, under one name: that of the task of the recipe it is given, by default that of
-    translation."""
-    default = commands.get(Recipe.default("task"), next(iter(commands.values())))
+def _of_task(
+    name: str, commands: Mapping[str, Command], other: Command | None, claims: Mapping[str, Claim]
+) -> Command:
+    """A command that tasks have, under one name: that of the task of the recipe it is given, or that claims its words;
+    by default `other`, of the core or a visitor, or else that of translation."""
+    default = other or commands.get(Recipe.default("task"), next(iter(commands.values())))
 
     def run(words: list[str]) -> int | None:
-        task = task_named(words)
-        if task in task_lines() and task not in commands:
+        task = next((task for task, claim in claims.items() if claim(words)), "") or task_named(words)
+        if task in task_lines() and task not in commands and other is None:
             raise UserError(f"{name} is a command of task: {either(list(commands))}, but the recipe has task: {task}; "
                             "see deepnmt --help for others")
         return commands.get(task, default)(words)

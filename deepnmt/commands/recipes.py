@@ -7,18 +7,27 @@ from pathlib import Path
 from deepnmt.arguments import plain_parser
 from deepnmt.commands import RECIPES, Command
 from deepnmt.errors import UserError, nearest
-from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes
+from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes, tasks_of_recipes
+from deepnmt.visitors import task_lines
 
 
 def recipes(words: list[str]) -> None:
     """List the recipes that come with deepnmt."""
     plain_parser(
         "recipes",
-        "Lists the recipes that come with deepnmt. Each name can be given wherever a command takes a RECIPE.",
+        "Lists the recipes that come with deepnmt, by their task. Each name can be given wherever a command takes a\n"
+        "RECIPE.",
         "deepnmt recipes",
     ).parse_args(words)
-    for name, title in shipped_recipes().items():
-        print(f"{name:<25} {title}")
+    titles, lines = shipped_recipes(), task_lines()
+    by_task: dict[str, list[str]] = {}
+    for name, task in tasks_of_recipes().items():
+        by_task.setdefault(task, []).append(name)
+    for task in sorted(by_task, key=lambda task: (task != "translation", task)):
+        if task in lines:  # or its folder has been erased
+            print(f"task: {task}, {lines[task]}")
+            for name in by_task[task]:
+                print(f"  {name:<25} {titles[name]}")
 
 
 def copy(words: list[str]) -> None:

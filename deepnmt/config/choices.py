@@ -372,6 +372,7 @@ class VocabFacts(Choice):
 VOCAB_KINDS = Choices({
     "bpe": VocabFacts(line="byte-pair encoding", paper="Sennrich et al. 2016", model_type=2),
     "unigram": VocabFacts(line="the unigram model", paper="Kudo 2018", model_type=1),
+    "word": VocabFacts(line="whole words, the rarer ones unknown", model_type=3),
 })
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -577,6 +577,13 @@ class Model(Section):
     tied: Annotated[str, TYINGS, Fact.SEEN] = "all"
     """Which embeddings are one table: `all` (source, target and output), `decoder` (target and output) or `none`;
     `all` needs `vocab.shared`."""
+    bands: Annotated[list[Count], Fact.SEEN] = Field(default_factory=list)
+    """Adaptive inputs and adaptive softmax: the ids at which bands of rarer tokens begin, such as [20000, 60000], whose
+    vectors are narrower; only without an encoder, and with `tied: all`. None: all have the width of the model."""
+    band_factor: Annotated[int, Field(ge=1, le=2**16), Fact.SEEN] = 4
+    """How much narrower the vectors of each band are than those of the one before."""
+    band_dropout: Annotated[Rate, Fact.TRAINING_ONLY, Fact.SEEN] = 0.0
+    """Dropout on the narrow states from which the further bands are predicted."""
     max_length: Annotated[int, Field(ge=1, le=2**17), Fact.TRAINING_ONLY] = 512
     """The longest sentence in tokens, eos included; above `data.filters.max_tokens`."""
     encoder: Side = Stack()
@@ -640,10 +647,30 @@ class Model(Section):
             yield Fault(("encoder", "decoder"), "encoder and decoder are both null, so there is no model; give one of "
                         "them layers")
         yield from dict.fromkeys(fault for side in self.sides for fault in self._faults_of(side))
+        yield from self._faults_of_bands()
         widths = [self.shape(side).width for side in self.sides]
         if TYINGS[self.tied].joint and len(set(widths)) > 1:
             yield Fault(("tied", "width", "encoder.width", "decoder.width"), f"tied: {self.tied} needs one width, "
                         f"but the encoder's is {widths[0]} and the decoder's {widths[1]}; set tied: decoder")
+
+    def _faults_of_bands(self) -> Iterator[Fault]:
+        if not self.bands:
+            if self.band_dropout:
+                yield Fault(("band_dropout", "bands"), f"band_dropout ({self.band_dropout:g}) has no effect without "
+                            "bands; remove it")
+            return
+        if self.sides != ("decoder",):
+            yield Fault(("bands", "encoder", "decoder"), f"bands ({self.bands}) are for language models, which have a "
+                        "decoder alone; remove bands, or set encoder: null with task: language_model")
+        if self.tied != "all":
+            yield Fault(("bands", "tied"), f"bands ({self.bands}) need tied: all, since inputs and outputs share their "
+                        f"vectors, but tied is {self.tied}")
+        if self.bands != sorted(set(self.bands)) or self.bands[0] <= 4:
+            yield Fault(("bands",), f"bands ({self.bands}) must rise, and begin above 4, the special pieces")
+        if self.shape("decoder").width // self.band_factor ** len(self.bands) < 1:
+            yield Fault(("bands", "band_factor", "width"), f"bands ({len(self.bands)}) with band_factor "
+                        f"{self.band_factor} leave the last one no width of {self.shape('decoder').width}; set "
+                        "band_factor lower, or fewer bands")
 
     def _faults_of(self, side: Literal["encoder", "decoder"]) -> Iterator[Fault]:
         """Faults in the sizes of one side."""
@@ -1074,7 +1101,7 @@ class Recipe(Section):
 
     run: Annotated[Folder, Fact.PATH, For(*SEARCHING, READY, "average", "report", "diagnose", "rewrite", "export")]
     """The run folder: checkpoints, logs, pictures, scores."""
-    seed: Annotated[int, Field(ge=0, lt=2**31), Fact.FIXED, For("translate", "evaluate", "diagnose")] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**31), Fact.FIXED, For("translate", "evaluate", "diagnose", "sample")] = 1
     """Fixes initial weights, batches and dropout."""
     plugins: Annotated[dict[str, str], BeforeValidator(as_mapping), WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}},
@@ -1124,17 +1151,9 @@ class Recipe(Section):
         yield from self._unknown_names()
         yield from self._faults_of_sizes()
         yield from self._faults_of_training()
+        yield from self._faults_of_translation()
         yield from self._faults_of_schedule()
         yield from self._faults_of_beginning()
-        if self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
-            if self.data.subword_variants:
-                yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"),
-                            "data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the "
-                            "same segmentation several times; set data.subword_alpha to 0.1")
-            if self.data.modify.subwords:
-                yield Fault(("data.modify", "vocab.kind", "data.subword_alpha"), "data.modify.subwords with "
-                            "vocab.kind: bpe and data.subword_alpha: 0 would draw the same segmentation every time; "
-                            "set data.subword_alpha to 0.1")
 
     def _unknown_names(self) -> Iterator[Fault]:
         """Names that neither deepnmt has nor a plug-in."""
@@ -1165,7 +1184,7 @@ class Recipe(Section):
                         f"above data.filters.max_tokens ({longest}), to hold the longest sentence with its eos")
 
     def _faults_of_training(self) -> Iterator[Fault]:
-        model, train, stages = self.model, self.train, self.parallel.pipeline_stages
+        model, train = self.model, self.train
         if self.parallel.compile and (model.encoder.ramp or model.decoder.ramp):
             yield Fault(("parallel.compile", "model.encoder.ramp", "model.decoder.ramp"), "parallel.compile cannot be "
                         "combined with ramp, which would have the layers compiled anew in every update; set "
@@ -1174,7 +1193,18 @@ class Recipe(Section):
                                      model.encoder.word_dropout, model.decoder.word_dropout)):
             yield Fault(("train.r_drop", "model.dropout"), f"train.r_drop ({train.r_drop:g}) has no effect because "
                         "model.dropout and all other dropout is 0; set train.r_drop to 0, or a dropout")
-        text = self.data.train
+
+    def _faults_of_translation(self) -> Iterator[Fault]:
+        train, stages, text = self.train, self.parallel.pipeline_stages, self.data.train
+        if self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
+            if self.data.subword_variants:
+                yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"),
+                            "data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the "
+                            "same segmentation several times; set data.subword_alpha to 0.1")
+            if self.data.modify.subwords:
+                yield Fault(("data.modify", "vocab.kind", "data.subword_alpha"), "data.modify.subwords with "
+                            "vocab.kind: bpe and data.subword_alpha: 0 would draw the same segmentation every time; "
+                            "set data.subword_alpha to 0.1")
         if train.guided_alignment and not any(one.alignments for one in (text, *text.corpora.values())):
             yield Fault(("train.guided_alignment", "data.train.alignments"), "train.guided_alignment "
                         f"({train.guided_alignment:g}) needs word alignments; name their files in "
@@ -1184,9 +1214,10 @@ class Recipe(Section):
                         f"parallel.pipeline_stages ({stages}) cannot be combined with train.guided_alignment "
                         f"({train.guided_alignment:g}): the last stage computes the loss, and the guided attention "
                         "may be on another; set parallel.pipeline_stages: 0")
-        if train.guided_layer > model.decoder.layers:
+        decoder = self.model.decoder
+        if train.guided_layer > decoder.layers:
             yield Fault(("train.guided_layer", "model.decoder.layers"), f"train.guided_layer ({train.guided_layer}) "
-                        f"must not be above model.decoder.layers ({model.decoder.layers})")
+                        f"must not be above model.decoder.layers ({decoder.layers})")
         patience = max((stage.until.patience or 0 for stage in self.data.stages), default=0)
         if 0 < train.patience <= patience:
             yield Fault(("train.patience", "data.stages"), f"train.patience ({train.patience}) must be above the "

@@ -107,7 +107,7 @@ def prepare(recipe: Recipe, part: Part = WHOLE) -> Path:
     if part != WHOLE:
         raise UserError(f"--part prepares part {part.number} of {part.total}, but data.shard_pairs is 0, so that the "
                         "text is one piece; set data.shard_pairs, for example to 1000000")
-    with reporting(folder, KIND), _only_one_process(target):
+    with reporting(folder, KIND), only_one_process(target):
         recover_after_kill(target.parent, glob.escape(target.name))
         with new_folder(target, KIND) as temporary:
             with _unchanged(texts) as inputs:
@@ -223,7 +223,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
 
 
 @contextmanager
-def _only_one_process(folder: Path) -> Iterator[None]:
+def only_one_process(folder: Path) -> Iterator[None]:
     """Raises `UserError` while another process prepares `folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = folder.with_name(f".{folder.name}.lock")

@@ -27,7 +27,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt import folders
-from deepnmt.config import Cleaning, Corpus, Fact, Filters, Recipe, Vocab, flatten
+from deepnmt.config import Cleaning, Corpus, Data, Fact, Filters, Recipe, Vocab, flatten
 from deepnmt.config.plugins import source_of
 from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, array_of
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
@@ -383,6 +383,9 @@ def trained_on(recipe: Recipe, inputs: Mapping[str, Sequence[Mapping[str, Any]]]
 
 def corpora(recipe: Recipe) -> dict[str, Corpus]:
     """The texts of the recipe by the name of their split. Raises `UserError` if a test's name cannot be a file name."""
+    if not isinstance(recipe.data, Data):
+        raise UserError(f"the recipe has task: {recipe.task}, whose texts are not pairs of two languages; this is for "
+                        "translation")
     for name in recipe.data.test:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             raise UserError(f"data.test.{name}: a test's name becomes part of file names; use letters, digits, '_', "

@@ -148,4 +148,13 @@ class UnigramSampling(Sampler):
         return lattice
 
 
-SAMPLERS: dict[str, Callable[[Vocabulary, float], Sampler]] = {"bpe": BpeDropout, "unigram": UnigramSampling}
+class WholeWords(Sampler):
+    """A word has one segmentation: itself."""
+
+    def sample(self, word: str, generator: random.Random) -> list[int]:
+        piece = self._pieces.get(word)
+        return [piece.id if piece else UNK]
+
+
+SAMPLERS: dict[str, Callable[[Vocabulary, float], Sampler]] = {
+    "bpe": BpeDropout, "unigram": UnigramSampling, "word": WholeWords}

@@ -29,7 +29,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model
@@ -39,7 +38,7 @@ from deepnmt.files import write_json
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Branch, Side, Stream, profiled_sublayers, tensors
 from deepnmt.model.blocks import Admin as AdminBlock
-from deepnmt.model.embedding import InputLayer
+from deepnmt.model.embedding import InputLayer, new_table
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import Layer
 from deepnmt.model.transformer import build_layer, build_top, start_stream
@@ -217,7 +216,7 @@ def _enter(
 ) -> list[_Flow]:
     """Each micro-batch at the bottom of a stack; the embedding table is freed on return. A memory is None for a decoder
     without an encoder."""
-    table = skip_init(nn.Embedding, vocab, model.shape(side).width)
+    table = new_table(model, "src" if side == "encoder" else "trg", vocab)
     entry = InputLayer(model, side, weights.seed).train()
     fill(table, weights, f"embeddings.{model.tables['src' if side == 'encoder' else 'trg']}")
     fill(entry, weights, f"{side}.input")

@@ -21,6 +21,7 @@ weights depend on (seed, name) only, not on the order of calls or the layout:
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
 | the table of a stack's input       | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
 |                                    | has the source side's, unless that is 1                                     |
+| a table in bands                   | see `adaptive.Bands.fill`                                                   |
 | an output table of its own         | × the `output_gain` of the decoder's block: 1                               |
 
 `init: auto` is depth_scaled for b2t and b2t_no_ln and xavier for every other block. `init: published` takes the draws
@@ -43,7 +44,7 @@ from deepnmt import config
 from deepnmt.config.choices import Use
 from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
-from deepnmt.model.embedding import table_width
+from deepnmt.model.embedding import bands_of, table_width
 from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
@@ -145,6 +146,11 @@ class Initialiser:
     def _table(self, name: str) -> Tensor:
         """The embedding table [V, D] of this name: normal with standard deviation gain·D^-1/2, the row of pad 0."""
         model = self.model
+        generator = generator_for(self.seed, f"embeddings.{name}.weight")
+        if (bands := bands_of(model, self.vocabs["out"])) is not None:
+            table = torch.empty(bands.rows, bands.width)
+            bands.fill(table, generator)
+            return table
         uses = [use for use, table in model.tables.items() if table == name]
         # the source side's gain counts, unless that is 1
         first = {side: LayerPosition.of(model, side, 0) for side in SIDES}
@@ -154,7 +160,7 @@ class Initialiser:
         gain = next((gain for gain in gains if gain != 1.0), 1.0)
         width = table_width(model, uses[0])
         table = torch.empty(self.vocabs[uses[0]], width)
-        table.normal_(std=gain * width**-0.5, generator=generator_for(self.seed, f"embeddings.{name}.weight"))
+        table.normal_(std=gain * width**-0.5, generator=generator)
         table[PAD] = 0
         return table
 

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
-from deepnmt.model.loss import LossSums, divergence, label_smoothed_loss
+from deepnmt.model.adaptive import Bands
+from deepnmt.model.dropout import seed_dropout
+from deepnmt.model.embedding import bands_of
+from deepnmt.model.loss import LossSums, divergence, label_smoothed_loss, token_rows
 from deepnmt.tokens import PAD
 from deepnmt.visitors import require_visitors, visitor_modules
 
@@ -88,6 +91,20 @@ class RDrop(Objective):
         return LossSums((sums.loss + self.alpha / 2 * apart) / 2, sums.nll / 2, others)
 
 
+class BandedCrossEntropy(Objective):
+    """Cross-entropy by adaptive softmax. `dropout` is on the further bands' narrow states, in training."""
+
+    def __init__(self, bands: Bands, dropout: float, seed: int) -> None:
+        super().__init__()
+        self.bands, self.dropout, self.seed = bands, dropout, seed
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
+        [rows], targets = token_rows([hidden], batch["trg_out"], PAD, batch.tokens)
+        if self.training and self.dropout:
+            seed_dropout(rows.device, self.seed, batch.key, "output.bands")
+        return LossSums(*self.bands.losses(rows, weight, targets, self.dropout if self.training else 0.0))
+
+
 def _fault(objective: Any) -> str | None:
     """What a plug-in's objective must be, if it is not."""
     if isinstance(objective, type) and issubclass(objective, Objective):
@@ -98,13 +115,16 @@ def _fault(objective: Any) -> str | None:
 OBJECTIVES: Table[type[Objective]] = Table("OBJECTIVES", {"cross_entropy": CrossEntropy}, _fault)
 
 
-def objective_of(recipe: Recipe) -> Objective:
-    """What a recipe minimises: `train.objective`, in R-Drop and in what visitors add to it.
+def objective_of(recipe: Recipe, vocab: int = 0) -> Objective:
+    """What a recipe minimises: `train.objective`, in R-Drop and in what visitors add to it. `vocab`: the size of the
+    target vocabulary, for one in bands.
 
     Raises:
         UserError: the recipe needs a visitor whose folder is not there.
     """
     objective = OBJECTIVES[recipe.train.objective](recipe.train.label_smoothing)
+    if (bands := bands_of(recipe.model, vocab)) is not None:
+        objective = BandedCrossEntropy(bands, recipe.model.band_dropout, recipe.seed)
     if recipe.train.r_drop:
         objective = RDrop(objective, recipe.train.r_drop)
     require_visitors(recipe.train, "train")

@@ -24,11 +24,10 @@ from deepnmt.config.choices import TYINGS, Use
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition, Side, Stream, tensors
 from deepnmt.model.cache import Cache
-from deepnmt.model.embedding import InputLayer, table_width
+from deepnmt.model.embedding import InputLayer, bands_of, new_table
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.loss import LossSums
 from deepnmt.model.objective import CrossEntropy, Objective
-from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
 
 
@@ -151,6 +150,7 @@ class Transformer(nn.Module):
         self.shape = model.shape(model.last)
         self.sides = model.sides
         self.tables = model.tables
+        self.bands = bands_of(model, trg_vocab)
         names = unit_names(model)
         held = names if units is None else names[units.start : units.stop]
         sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
@@ -158,7 +158,7 @@ class Transformer(nn.Module):
         self.embeddings = nn.ModuleDict()
         for use, name in self.tables.items():
             if users[use] in held and name not in self.embeddings:
-                self.embeddings[name] = unfilled(nn.Embedding, sizes[use], table_width(model, use))
+                self.embeddings[name] = new_table(model, use, sizes[use])
                 after_build(self.embeddings[name])
         self.encoder = Stack(model, "encoder", seed, after_build, held)
         self.decoder = Stack(model, "decoder", seed, after_build, held)
@@ -256,15 +256,31 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] to logits [..., V], with -inf for pad."""
-        logits = F.linear(hidden, self.output_weight) if self.project is None else self.project(hidden)
+        if self.bands is not None:
+            logits = self.bands.log_probabilities(hidden, self.output_weight)
+        else:
+            logits = F.linear(hidden, self.output_weight) if self.project is None else self.project(hidden)
         logits[..., PAD] = -torch.inf
         return logits
 
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """hidden [..., D] to fp32 log-probabilities [..., V], as the loss has them: with that of pad."""
+        if self.bands is not None:
+            return self.bands.log_probabilities(hidden, self.output_weight)
+        return F.linear(hidden, self.output_weight).float().log_softmax(-1)
+
     def start_alone(self, sentences: int, max_steps: int) -> Cache:
-        """The cache to continue texts without an encoder, for at most `max_steps` steps."""
+        """The cache to continue texts without an encoder, for at most `max_steps` steps. Raises ValueError if those
+        exceed `model.max_length`."""
+        self._require_room(max_steps)
         layers, (width, heads, _) = len(self.decoder_layers), self.shape
         past = self.output_weight.new_empty(layers, 2, sentences, heads, max_steps, width // heads)
         return Cache(past, [], None, 1)
+
+    def _require_room(self, max_steps: int) -> None:
+        limit = self.decoder.input.positions.size(0)
+        if max_steps > limit:
+            raise ValueError(f"{max_steps} decoding steps exceed model.max_length ({limit})")
 
     def start_cache(self, memory: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Cache:
         """The cache to decode memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps.
@@ -272,9 +288,7 @@ class Transformer(nn.Module):
         Raises:
             ValueError: `max_steps` exceeds `model.max_length`.
         """
-        limit = self.decoder.input.positions.size(0)
-        if max_steps > limit:
-            raise ValueError(f"{max_steps} decoding steps exceed model.max_length ({limit})")
+        self._require_room(max_steps)
         layers, (width, heads, _) = len(self.decoder_layers), self.shape
         shape = (layers, 2, len(memory), heads, max_steps * beams, width // heads)
         source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]

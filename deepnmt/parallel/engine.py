@@ -30,12 +30,12 @@ BuildStage = Callable[[range], Transformer]  # from the units of a stage
 def build_of(recipe: Recipe, vocabs: tuple[int, int]) -> Build:
     """Builds the recipe's translation model; `vocabs`: source and target vocabulary sizes."""
     return lambda after_build: Transformer(
-        recipe.model, *vocabs, recipe.seed, objective_of(recipe), after_build=after_build)
+        recipe.model, *vocabs, recipe.seed, objective_of(recipe, vocabs[1]), after_build=after_build)
 
 
 def stage_of(recipe: Recipe, vocabs: tuple[int, int]) -> BuildStage:
     """Builds the stages of a pipeline of the recipe's translation model."""
-    return lambda units: Transformer(recipe.model, *vocabs, recipe.seed, objective_of(recipe), units=units)
+    return lambda units: Transformer(recipe.model, *vocabs, recipe.seed, objective_of(recipe, vocabs[1]), units=units)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import LayerPosition
-from deepnmt.model.embedding import table_width
+from deepnmt.model.embedding import table_rows, table_width
 from deepnmt.model.loss import loss_bytes
 from deepnmt.model.transformer import Transformer, build_top
 from deepnmt.optim.optimizers import moment_names
@@ -64,7 +64,9 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
                 total += size(position.block(position))
             total += size(build_top(model, side))
     sizes: dict[Use, int] = {"src": src_vocab, "trg": trg_vocab, "out": trg_vocab}
-    tables = {name: (sizes[use] - 8) * table_width(model, use) for use, name in model.tables.items()}
+    small = table_rows(model, 8)
+    tables = {name: (table_rows(model, sizes[use]) - small) * table_width(model, use)
+              for use, name in model.tables.items()}
     return total + sum(tables.values())
 
 
@@ -215,13 +217,8 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     Raises:
         UserError: training would reject the layout or the data.
     """
-    check_average_last(recipe)
-    check_parts(recipe)
     begin: Path | None = None
-    stages = recipe.parallel.pipeline_stages
-    world = max(rank_from_environment()[1], stages)
-    layout = layout_of(recipe, world)
-    data_parallel = layout.data_ranks
+    per_update = micro_batches(recipe)
     folder = Path(recipe.data.folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         sizes = (recipe.vocab.size, recipe.vocab.size)
@@ -241,8 +238,36 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
         train = data.split("train")
         ratio = train.source_per_target
         stream = training_stream(recipe, data, stream_kind(recipe, data))
-        updates = stream.epoch_size(0) / recipe.batch.entries(data_parallel)
+        updates = stream.epoch_size(0) / per_update
         epoch = f"{updates:.1f} (padding {100 * stream.waste(0):.1f} %)"
+    return plan_of(recipe, card, sizes, epoch, ratio, warnings, begin)
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """Micro-batches of an update on the processes that were started. Raises `UserError` if the layout is impossible."""
+    world = max(rank_from_environment()[1], recipe.parallel.pipeline_stages)
+    return recipe.batch.entries(layout_of(recipe, world).data_ranks)
+
+
+def plan_of(
+    recipe: Recipe, card: str | None, sizes: tuple[int, int], epoch: str, ratio: float = 1.0,
+    warnings: Sequence[str] = (), begin: Path | None = None,
+) -> str:
+    """What `describe` prints, of any task whose model is a Transformer.
+
+    Args:
+        sizes: of the source and the target vocabulary.
+        epoch: its updates, in words.
+        ratio: source tokens for each target token.
+        warnings: about the data.
+        begin: the checkpoint that training begins with.
+    """
+    check_average_last(recipe)
+    check_parts(recipe)
+    stages = recipe.parallel.pipeline_stages
+    world = max(rank_from_environment()[1], stages)
+    layout = layout_of(recipe, world)
+    data_parallel = layout.data_ranks
     parameters = count_parameters(recipe.model, *sizes)
     partition = partition_of(recipe, *sizes, ratio) if stages else None
     needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.config.fields import either
+from deepnmt.data.batching import Stream
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
@@ -31,6 +33,9 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
         UserError: neither stack is Admin, the recipe already names a file with ω, there is no prepared data, or the
             run folder cannot be written to.
     """
+    if recipe.task != type(recipe).default("task"):
+        raise UserError(f"the recipe has task: {recipe.task}, whose ω are measured when a run begins; train without a "
+                        "profile")
     if not recipe.model.profiled:
         names = either(BLOCKS.where(lambda block: block.profiled))
         raise UserError(f"{recipe.model.blocks}, but only {names} is profiled; set one of them to {names}, or train "
@@ -67,6 +72,16 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
 
     Collective; every rank returns the same numbers.
     """
+    source, target = data.vocabs()
+    return profile_on(recipe, (source.size, target.size), lambda: first_micro_batches(recipe, data, ranks), ranks,
+                      data.fingerprint)
+
+
+def profile_on(
+    recipe: Recipe, vocabs: tuple[int, int], batches: Callable[[], list[Batch]], ranks: Ranks, data: str
+) -> AdminProfile | None:
+    """The same for any data, whose fingerprint is `data`; `batches` makes this process's share of those to measure on.
+    Collective."""
     if not recipe.model.profiled:
         return None
     if recipe.admin.profile is not None:
@@ -75,9 +90,7 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
         stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in recipe.model.sides
                               if recipe.model.stack(side).facts.profiled)
         print_status(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
-    source, target = data.vocabs()
-    return measure_profile(recipe, (source.size, target.size), first_micro_batches(recipe, data, ranks), ranks,
-                      data.fingerprint, ranks.first)
+    return measure_profile(recipe, vocabs, batches(), ranks, data, ranks.first)
 
 
 def measure_profile(
@@ -103,7 +116,11 @@ def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> lis
     The batch is the run's first micro-batches: as many as have at most `admin.tokens` target tokens together, at least
     one, and none of the second epoch. Ranks take them in turn, so the last ranks may get none.
     """
-    stream = training_stream(recipe, data)
+    return first_of(training_stream(recipe, data), recipe, ranks)
+
+
+def first_of(stream: Stream, recipe: Recipe, ranks: Ranks) -> list[Batch]:
+    """`first_micro_batches` of a stream."""
     plan = stream.plan(0)
     tokens = np.add.reduceat(stream.split(0).trg_lengths[plan.order], plan.starts[:-1], dtype=np.int64)
     count = max(1, int((tokens.cumsum() <= recipe.admin.tokens).sum()))

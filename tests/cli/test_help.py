@@ -39,7 +39,7 @@ WANTED = ("no training has begun there", "there is nothing to compare", "there i
           "there is no input file", "there is no file", "there is no prepared data in",
           "there is no folder", "there are 0;", "has 0 runs; a rule needs", "verdict.json cannot be read",
           "holds no whole one", "has no log.jsonl", "no checkpoint in", "a.de cannot be read",
-          "my.yaml exists already", "is a command of task: classify", "not here")
+          "my.yaml exists already", "not here", "is a command of task")
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -119,6 +119,7 @@ def test_every_example_is_accepted(
 NOT_RUN = {
     "deepnmt get": "needs a network; tests/extras/fetch/test_fetch.py has a server of its own",
     "deepnmt demo": "takes minutes; tests/project/test_wheel.py runs a smaller one",
+    "deepnmt sample": "needs a language model; tests/tasks/language_model",
     "deepnmt serve": "stays; tests/extras/serve and tests/extras/test_tutorial.py",
     "deepnmt import": "needs a model of OPUS-MT; tests/extras/export/test_imports.py makes one",
     "deepnmt run multi30k/student_6l-2l": "takes hours; tests/project/test_steps.py trains such a chain",
@@ -225,7 +226,7 @@ def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) 
         assert [name for name, _ in listed] == list(commands) and all(text.endswith(".") for _, text in listed)
     steps = ["recipes", "copy", "new", "run", "get", "split", "prepare", "profile", "train", "status", "average",
              "translate", "score", "evaluate", "report", "serve"]
-    assert list(COMMANDS)[: len(steps)] == steps
+    assert [name for name in COMMANDS if name in steps] == steps
 
 
 def test_versions_without_torch() -> None:

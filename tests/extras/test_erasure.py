@@ -94,6 +94,7 @@ WORDS = {
     "fetch": r"mtdata|deepnmt get\b|fetch_texts",
     "classify": r"classif|matthews",
     "masked_lm": r"masked_lm|masked language|masking|<mask>",
+    "language_model": r"language_model\b|perplexity\.json|deepnmt sample\b",
     "kernels": r"extras[./]kernels|philox|packed_attention|has_kernels|_kernel\b|triton\.jit",
     "modify": r"data\.modify|typos|extras[./]modify",
     "outside_metrics": r"outside_metrics",

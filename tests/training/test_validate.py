@@ -18,6 +18,7 @@ from deepnmt.decode.translate import Hypothesis, translate_lines
 from deepnmt.model.init import new_model
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation import validate
+from deepnmt.training import validation
 
 
 class Adding:
@@ -35,7 +36,7 @@ class Adding:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_sentence_once_in_full_calls(world: int, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "BATCHES_PER_CALL", 3)
+    monkeypatch.setattr(validation, "BATCHES_PER_CALL", 3)
     recipe = load_recipe(prepared / "recipe.yaml", ["batch.tokens=61"])  # 13 micro-batches: the last round is padded
     split = open_prepared(recipe).split("valid")
     engines: list[Any] = [Adding(rank, world) for rank in range(world)]

@@ -42,6 +42,10 @@ def diagnose(words: list[str]) -> None:
         help="processes that training will run on, which the size of an update depends on (default 1)")
     add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")
     args, recipe = parse(parser, words)
+    if recipe.task != type(recipe).default("task"):
+        raise UserError(f"the recipe has task: {recipe.task}, but the doctor's verdict was learned from translation, "
+                        "and what it measures has a source; look at the losses of a short run instead, for example "
+                        "with train.updates=300 train.probe_every=50")
     if args.tokens < 1:
         raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 256")
     positive(args, "processes")

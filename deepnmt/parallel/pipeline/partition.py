@@ -18,7 +18,7 @@ from deepnmt.config.choices import Use
 from deepnmt.errors import UserError
 from deepnmt.files import table
 from deepnmt.model.blocks import Side
-from deepnmt.model.embedding import table_width
+from deepnmt.model.embedding import table_rows, table_width
 from deepnmt.model.transformer import Transformer, unit_names
 
 # Among partitions whose slowest stage is within this factor of the best, one with a boundary between encoder and
@@ -121,7 +121,7 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
     ends: dict[str, tuple[Use, int, float]] = {
         "source": ("src", src_vocab, ratio * e * e),
         "target": ("trg", trg_vocab, d * d),
-        "output": ("out", trg_vocab, model.shape(model.last).width * trg_vocab),
+        "output": ("out", trg_vocab, model.shape(model.last).width * table_rows(model, trg_vocab)),
     }
     units = []
     for name, parameters in _sizes(model).items():
@@ -129,7 +129,8 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
             units.append(Unit(name, parameters, layers[layer[0]]))
         else:
             use, vocab, cost = ends[name]
-            units.append(Unit(name, parameters, cost, (model.tables[use], vocab * table_width(model, use))))
+            rows = table_rows(model, vocab)
+            units.append(Unit(name, parameters, cost, (model.tables[use], rows * table_width(model, use))))
     return tuple(units)
 
 

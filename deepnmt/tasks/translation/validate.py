@@ -11,8 +11,11 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from deepnmt.batch import Batch
 from deepnmt.config import Recipe, Translate
+from deepnmt.data.arrays import Indices
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
 from deepnmt.decode.translate import translate_shards
@@ -23,11 +26,9 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import measure_validation_text
 from deepnmt.training.task import Figures, Validation
+from deepnmt.training.validation import sum_losses
 from deepnmt.visitors import visitor_modules
 
-# Micro-batches passed to the engine in one call. P pipeline stages idle (P - 1) / (64 + P - 1) of the time, 5 % for 4;
-# waiting micro-batches are integers, and a stage holds the activations of two.
-BATCHES_PER_CALL = 64
 WORST = sys.float_info.max  # of a validation whose figure could not be measured
 
 
@@ -90,18 +91,10 @@ def losses_of(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: 
     """This process's share of the sums (loss, nll, target tokens) over these sentences."""
     plan = plan_eval(split.src_lengths[rows.start:rows.stop], split.trg_lengths[rows.start:rows.stop],
                      recipe.batch.tokens)
-    totals = [0.0, 0.0, 0.0]
-    rounds = math.ceil(len(plan) / engine.data_world)  # the same on all: ZeRO-3 gathers weights in every forward
-    for first in range(0, rounds, BATCHES_PER_CALL):
-        turns = range(first, min(first + BATCHES_PER_CALL, rounds))
-        indices = [turn * engine.data_world + engine.data_rank for turn in turns]
-        batches = [collate(split, rows.start + plan[index if index < len(plan) else 0], 0, ranks.device)
-                   for index in indices]
-        for index, batch, (loss, nll) in zip(indices, batches, engine.evaluate(batches), strict=True):
-            if index < len(plan):
-                totals = [totals[0] + loss, totals[1] + nll, totals[2] + batch.tokens]
-    copies = ranks.world // engine.data_world  # the stages of a pipeline count the same tokens
-    return [totals[0], totals[1], totals[2] / copies]
+    def batch(indices: Indices, device: torch.device) -> Batch:
+        return collate(split, rows.start + indices, 0, device)
+
+    return sum_losses(plan, batch, engine, ranks)
 
 
 class Texts(NamedTuple):

@@ -1,0 +1,257 @@
+"""Language models for the library transformers, and from it: `GPT2LMHeadModel` and `LlamaForCausalLM`.
+
+Both are Pre-LN. GPT-2's shape has LayerNorm, position vectors, and a feed-forward sub-layer without a gate; Llama's has
+RMSNorm, rotary positions and SwiGLU. Our scale sqrt(D) of the embeddings goes into the input table, sinusoids into
+GPT-2's position vectors. Both read eos as the token before a text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deepnmt.checkpoint.checkpoint import (
+    SRC_VOCAB,
+    TRG_VOCAB,
+    Contents,
+    TrainingState,
+    first_difference,
+    shapes_of,
+    write_checkpoint,
+)
+from deepnmt.config import Recipe, check_recipe, dump_recipe
+from deepnmt.config.fields import either
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.errors import UserError
+from deepnmt.files import reporting, write_text
+from deepnmt.model.init import fill
+from deepnmt.model.positions import POSITIONS
+from deepnmt.model.transformer import Transformer
+from deepnmt.tasks.language_model.model import Loaded
+from deepnmt.tokens import EOS, PAD
+
+KINDS = ("gpt2", "llama")  # `model_type` in config.json
+_PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu"}  # our activations by theirs; gelu_new is another
+_EPS = 1e-5  # of our norms
+
+
+def _kind(recipe: Recipe) -> str:
+    """The shape that a model has. Raises `UserError` if it is neither."""
+    model = recipe.model
+    faults = []
+    if model.decoder.block != "pre_ln":
+        faults.append(f"model.decoder.block is {model.decoder.block}, not pre_ln")
+    if model.bands:
+        faults.append(f"model.bands is {model.bands}, not []")
+    if model.decoder.input_gain:
+        faults.append("model.decoder.input_gain is true")
+    wanted: dict[str, dict[str, tuple[str, ...]]] = {
+        "gpt2": {"norm": ("layer_norm",), "positions": ("sinusoidal", "fairseq"), "activation": tuple(_PLAIN)},
+        "llama": {"norm": ("rms_norm",), "positions": ("rotary",), "activation": ("swiglu",)}}
+    kind = "llama" if model.positions == "rotary" else "gpt2"
+    for name, values in wanted[kind].items():
+        if (value := getattr(model, name)) not in values:
+            faults.append(f"model.{name} is {value}, not {either(values)}")
+    if faults:
+        raise UserError(f"transformers has no class for this model: {'; '.join(faults)}; use it with deepnmt")
+    return kind
+
+
+def export_model(loaded: Loaded, folder: Path) -> str:
+    """Writes config.json, model.safetensors and tokenizer.model into a new folder; returns a line that describes them.
+
+    Raises:
+        UserError: transformers cannot compute the model, or the folder exists or cannot be written.
+    """
+    kind, model = _kind(loaded.recipe), loaded.recipe.model
+    if folder.exists():
+        raise UserError(f"{folder} exists already; give another folder with --output")
+    shape, ids = model.shape("decoder"), {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}
+    config: dict[str, Any] = {"model_type": kind, "vocab_size": loaded.vocab.size, "tie_word_embeddings": False, **ids}
+    if kind == "gpt2":
+        config |= {"architectures": ["GPT2LMHeadModel"], "n_embd": shape.width, "n_head": shape.heads,
+                   "n_inner": shape.ffn, "n_layer": model.decoder.layers, "n_positions": model.max_length,
+                   "activation_function": model.activation, "layer_norm_epsilon": _EPS,
+                   "resid_pdrop": model.dropout, "embd_pdrop": model.dropout, "attn_pdrop": model.attention_dropout}
+    else:
+        config |= {"architectures": ["LlamaForCausalLM"], "hidden_size": shape.width, "intermediate_size": shape.ffn,
+                   "num_hidden_layers": model.decoder.layers, "num_attention_heads": shape.heads,
+                   "num_key_value_heads": shape.heads, "max_position_embeddings": model.max_length,
+                   "hidden_act": "silu", "rms_norm_eps": _EPS, "rope_theta": 10000.0, "attention_bias": True,
+                   "mlp_bias": True, "attention_dropout": model.attention_dropout}
+    weights = {name: weight.detach().float() for name, weight in loaded.model.named_parameters()}
+    table = weights[f"embeddings.{model.tables['trg']}.weight"]
+    named = {"input": math.sqrt(shape.width) * table, "output": weights[f"embeddings.{model.tables['out']}.weight"],
+             "positions": POSITIONS[model.positions].table(model.max_length, shape.width)}
+    theirs = _theirs(kind, weights, named, model.decoder.layers)
+    with reporting(f"the exported model {folder}", "free disk space, or give another folder with --output"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        (folder / "tokenizer.model").write_bytes(loaded.vocab.bytes)
+        save_file({name: weight.contiguous() for name, weight in theirs.items()}, folder / "model.safetensors",
+                  {"format": "pt"})
+    return f"{folder}: {config['architectures'][0]}, {sum(weight.numel() for weight in theirs.values()):,} numbers"
+
+
+def _theirs(kind: str, ours: dict[str, Tensor], named: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The weights under the names of transformers; GPT-2 has its matrices transposed."""
+    theirs = {}
+    if kind == "gpt2":
+        theirs = {"transformer.wte.weight": named["input"], "transformer.wpe.weight": named["positions"],
+                  "lm_head.weight": named["output"]}
+        for theirs_name, ours_name in _GPT2.items():
+            for part in ("weight", "bias"):
+                for layer in range(layers):
+                    value = ours[f"decoder.layers.{layer}.{ours_name}.{part}"]
+                    theirs[f"transformer.h.{layer}.{theirs_name}.{part}"] = value.t() if value.ndim > 1 else value
+        for part in ("weight", "bias"):
+            theirs[f"transformer.ln_f.{part}"] = ours[f"decoder.norm.{part}"]
+        return theirs
+    theirs = {"model.embed_tokens.weight": named["input"], "lm_head.weight": named["output"],
+              "model.norm.weight": ours["decoder.norm.weight"]}
+    for layer in range(layers):
+        here, there = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        for number, norm in enumerate(_LLAMA_NORMS):
+            theirs[f"{there}.{norm}.weight"] = ours[f"{here}.rule.norms.{number}.weight"]
+        for ours_name, their_names in _LLAMA.items():
+            for part in ("weight", "bias"):
+                values = ours[f"{here}.{ours_name}.{part}"].chunk(len(their_names))
+                theirs |= {f"{there}.{name}.{part}": value for name, value in zip(their_names, values, strict=True)}
+    return theirs
+
+
+_GPT2 = {"ln_1": "rule.norms.0", "attn.c_attn": "self_attn.qkv", "attn.c_proj": "self_attn.out",
+         "ln_2": "rule.norms.1", "mlp.c_fc": "ffn.fc1", "mlp.c_proj": "ffn.fc2"}
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LLAMA = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+          "self_attn.out": ("self_attn.o_proj",), "ffn.fc1": ("mlp.gate_proj", "mlp.up_proj"),
+          "ffn.fc2": ("mlp.down_proj",)}
+
+
+# -- importing ---------------------------------------------------------------------------------------------------------
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; empty if it has none that can be read."""
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def import_model(folder: Path, run: Path) -> str:
+    """Writes a run with the model of a folder as its average; returns a line that describes it.
+
+    Raises:
+        UserError: deepnmt cannot compute the model, the folder is not whole, or `run` exists.
+    """
+    if run.exists():
+        raise UserError(f"{run} exists already; give a new folder for the run")
+    config = config_of(folder)
+    kind = config["model_type"]
+    file, vocabulary = folder / "model.safetensors", folder / "tokenizer.model"
+    for path in (file, vocabulary):
+        if not path.is_file():
+            raise UserError(f"{folder} has no {path.name}; give a folder with the weights, model.safetensors, and "
+                            "tokenizer.model, a SentencePiece model with unk, bos, eos and pad as 0 to 3")
+    vocab = Vocabulary.load(vocabulary)
+    try:
+        weights = {name: weight.float() for name, weight in load_file(file).items()}
+        settings = _settings(kind, config, folder, weights)
+        ours = _ours(kind, weights, settings["decoder"]["layers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder} does not hold a whole {kind} model ({error}); give the whole folder") from None
+    recipe = check_recipe({
+        "run": str(run), "task": "language_model", "model": settings,
+        "vocab": {"model": str(run), "kind": vocab.kind},
+        "data": {"folder": f"data/{run.name}", "train": ["train.txt"], "valid": ["valid.txt"],
+                 "block": min(512, settings["max_length"])},
+        "batch": {"tokens": max(4096, settings["max_length"])}, "train": {"updates": 1},
+    }, f"the model in {folder}")
+    with torch.device("meta"):
+        planned = Transformer(recipe.model, vocab.size, vocab.size, recipe.seed, after_build=lambda part: None)
+    if difference := first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(ours)):
+        raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
+    fill(Transformer(recipe.model, vocab.size, vocab.size, recipe.seed), ours.__getitem__)  # finds what is no number
+    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
+    files = dict.fromkeys((SRC_VOCAB, TRG_VOCAB), vocab.bytes)
+    write_checkpoint(run / "averaged", Contents(ours, None, state, dump_recipe(recipe), files))
+    write_text(run / "recipe.yaml", dump_recipe(recipe))
+    return f"{run}: {recipe.model.depths}, width {recipe.model.width}, {vocab.size:,} pieces, from {kind}"
+
+
+def _settings(kind: str, config: dict[str, Any], folder: Path, weights: dict[str, Tensor]) -> dict[str, Any]:
+    """The model section of a config.json. Raises `UserError` for what deepnmt does not compute."""
+    def require(name: str, given: Any, allowed: tuple[Any, ...]) -> Any:
+        if given not in allowed:
+            raise UserError(f"{folder}/config.json: {name} is {given!r}, but deepnmt computes "
+                            f"{either([str(value) for value in allowed])} alone, so the model cannot be imported")
+        return given
+
+    if kind == "gpt2":
+        require("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5), (_EPS,))
+        activation = require("activation_function", config.get("activation_function", "gelu_new"), tuple(_PLAIN))
+        width = config["n_embd"]
+        return {"width": width, "heads": config["n_head"], "ffn": config.get("n_inner") or 4 * width, "tied": "none",
+                "activation": _PLAIN[activation], "max_length": config["n_positions"], "encoder": None,
+                "positions": _positions(weights["transformer.wpe.weight"], folder),
+                "decoder": {"block": "pre_ln", "layers": config["n_layer"]}}
+    require("rms_norm_eps", config.get("rms_norm_eps", 1e-6), (_EPS,))
+    rope = config.get("rope_parameters") or {}
+    require("rope_theta", float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)), (10000.0,))
+    require("rope_scaling", config.get("rope_scaling"), (None,))
+    require("hidden_act", config.get("hidden_act", "silu"), ("silu",))
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    require("num_key_value_heads", config.get("num_key_value_heads", heads), (heads,))
+    require("head_dim", config.get("head_dim") or width // heads, (width // heads,))
+    return {"width": width, "heads": heads, "ffn": config["intermediate_size"], "tied": "none", "activation": "swiglu",
+            "norm": "rms_norm", "positions": "rotary", "max_length": config["max_position_embeddings"],
+            "encoder": None, "decoder": {"block": "pre_ln", "layers": config["num_hidden_layers"]}}
+
+
+def _positions(theirs: Tensor, folder: Path) -> str:
+    """The name of the position vectors. Raises `UserError` if they are learned."""
+    for name in ("sinusoidal", "fairseq"):
+        if float((theirs - POSITIONS[name].table(*theirs.shape)).abs().max()) <= 1e-4:
+            return name
+    raise UserError(f"{folder} has learned position vectors, which deepnmt's language models do not have, so the model "
+                    "cannot be imported; give one with sinusoids, or of Llama's shape")
+
+
+def _ours(kind: str, theirs: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """The weights under deepnmt's names; a bias that is missing is 0."""
+    def taken(name: str, part: str) -> Tensor:
+        if part == "bias" and f"{name}.bias" not in theirs:
+            return theirs[f"{name}.weight"].new_zeros(len(theirs[f"{name}.weight"]))
+        return theirs[f"{name}.{part}"]
+
+    gpt2 = kind == "gpt2"
+    table = theirs["transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"]
+    ours = {"embeddings.trg.weight": table / math.sqrt(table.size(1)),
+            "embeddings.out.weight": theirs.get("lm_head.weight", table).clone()}
+    for layer in range(layers):
+        here = f"decoder.layers.{layer}"
+        if gpt2:
+            for theirs_name, ours_name in _GPT2.items():
+                for part in ("weight", "bias"):
+                    value = theirs[f"transformer.h.{layer}.{theirs_name}.{part}"]
+                    ours[f"{here}.{ours_name}.{part}"] = (value.t() if value.ndim > 1 else value).contiguous()
+            continue
+        there = f"model.layers.{layer}"
+        for number, norm in enumerate(_LLAMA_NORMS):
+            ours[f"{here}.rule.norms.{number}.weight"] = theirs[f"{there}.{norm}.weight"]
+        for ours_name, their_names in _LLAMA.items():
+            for part in ("weight", "bias"):
+                ours[f"{here}.{ours_name}.{part}"] = torch.cat([taken(f"{there}.{name}", part) for name in their_names])
+    if gpt2:
+        ours |= {f"decoder.norm.{part}": theirs[f"transformer.ln_f.{part}"] for part in ("weight", "bias")}
+    else:
+        ours["decoder.norm.weight"] = theirs["model.norm.weight"]
+    return ours

@@ -1,0 +1,154 @@
+"""`deepnmt new --text`: looks at a text, holds parts out of it, and writes a recipe that says why."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepnmt.config import load_recipe
+from deepnmt.errors import UserError
+from deepnmt.files import reporting
+from deepnmt.new import Hardware, machine
+from deepnmt.shipped import SCHEMA
+from deepnmt.tasks.language_model.text import read_documents
+
+_PART = 50  # lines that are held out together where no empty lines separate documents: neighbours are alike
+_LEAST = 100  # lines
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of the table: what is chosen for up to `words` words on one kind of machine. `passes` over the text, but so
+    many updates at least and at most."""
+
+    words: float
+    vocab: int
+    width: int
+    heads: int
+    layers: int
+    block: int
+    tokens: int
+    dropout: float
+    rate: float
+    passes: int
+    updates: tuple[int, int]
+
+
+TABLE: dict[Hardware, tuple[Choice, ...]] = {
+    "cpu": (Choice(2e5, 2_000, 128, 4, 4, 128, 2048, 0.3, 2e-3, 20, (300, 2_000)),
+            Choice(3e6, 8_000, 256, 4, 4, 256, 2048, 0.1, 1e-3, 5, (1_000, 8_000)),
+            Choice(math.inf, 16_000, 256, 4, 6, 256, 4096, 0.1, 1e-3, 1, (5_000, 40_000))),
+    "gpu": (Choice(3e6, 8_000, 256, 4, 6, 256, 16384, 0.3, 1e-3, 30, (1_000, 10_000)),
+            Choice(1e8, 16_000, 512, 8, 12, 512, 32768, 0.1, 1e-3, 10, (5_000, 50_000)),
+            Choice(math.inf, 32_000, 1024, 16, 16, 512, 65536, 0.1, 6e-4, 3, (20_000, 200_000)))}
+
+
+def _parts(text: str, apart: bool) -> Iterator[list[str]]:
+    """The documents of a text, or runs of its lines."""
+    part: list[str] = []
+    for line in read_documents([text], apart):
+        if line.text is not None:
+            part.append(line.text)
+        if line.text is None or (not apart and len(part) == _PART):
+            yield part
+            part = []
+    if part:
+        yield part
+
+
+def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
+    """Writes `file`, a recipe for a text, and training, validation and test text into `data/NAME/text`; returns what
+    was seen and written, and what to do next.
+
+    Raises:
+        UserError: the text cannot be read or is too short, or a file is there already or cannot be written.
+    """
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
+    folder = Path("data") / file.stem / "text"
+    for path in (file, folder):
+        if path.exists():
+            raise UserError(f"{path} exists already; give the recipe another name, or remove it")
+    lines = [line.text for line in read_documents([text], False)]
+    if len(lines) < _LEAST:
+        raise UserError(f"{text} has {len(lines)} lines, from which nothing can be held out; give {_LEAST} or more")
+    apart = 0 < sum(not line for line in lines) < len(lines) / 2 and bool(lines[0])
+    words = dict.fromkeys(("train", "valid", "test"), 0)
+    with reporting(f"the texts in {folder}", "free disk space, or go to another folder"), ExitStack() as opened:
+        folder.mkdir(parents=True)
+        files = {name: opened.enter_context(open(folder / f"{name}.txt", "w", encoding="utf-8")) for name in words}
+        for number, part in enumerate(_parts(text, apart)):
+            drawn = hashlib.sha256(f"{number} {part[0]}".encode()).digest()[0]  # of 256
+            name = "valid" if drawn < 4 else "test" if drawn < 8 else "train"
+            if number < 2:  # each has one at least
+                name = ("valid", "test")[number]
+            files[name].write("\n".join(part) + ("\n\n" if apart else "\n"))
+            words[name] += sum(len(line.split()) + 1 for line in part)
+    if not words["train"]:
+        raise UserError(f"{text} has too few documents to hold some out; give more text")
+    kind, precision, said = machine(hardware)
+    row = next(row for row in TABLE[kind] if words["train"] <= row.words)
+    pieces = 1.4 * words["train"]
+    updates = round(min(max(row.passes * pieces / row.tokens, row.updates[0]), row.updates[1]))
+    engine = "ds_config: null # plain PyTorch" if precision == "fp32" else "ds_config: ds_configs/zero1.json # ZeRO-1"
+    every = max(10, updates // 20)
+    recipe = f"""\
+# yaml-language-server: $schema={SCHEMA}
+# A language model of {row.layers} layers, written by `deepnmt new --text` for {said}.
+
+run: runs/{file.stem} # the run folder
+task: language_model # a decoder by itself
+
+data: # {words['train']:,} words to train on, {words['valid']:,} and {words['test']:,} held out
+  folder: data/{file.stem}/prepared # what deepnmt prepare writes
+  train: {folder}/train.txt # the text, less what is held out
+  valid: {folder}/valid.txt # some 1.6 % of it, {'whole documents' if apart else f'runs of {_PART} lines'}
+  test: {{test: {folder}/test.txt}} # as much again
+  documents: {str(apart).lower()} # {'empty lines separate documents' if apart else 'one stream'}
+  block: {row.block} # tokens of a sequence
+
+vocab: # a SentencePiece vocabulary
+  kind: unigram # its ids are ranks, as adaptive softmax would need
+  size: {row.vocab} # for a text of this size
+
+batch: # micro-batches
+  tokens: {row.tokens} # {row.tokens // row.block} blocks
+
+model: # a decoder without cross-attention
+  width: {row.width} # for a text of this size
+  heads: {row.heads} # {row.width // row.heads} dimensions each
+  ffn: {4 * row.width} # four times the width
+  dropout: {row.dropout} # {'high, since the text is read many times' if row.dropout > 0.1 else 'low'}
+  max_length: {2 * row.block} # room for a context in deepnmt evaluate
+  encoder: null # none
+  decoder: {{block: b2t, layers: {row.layers}}} # learns at any depth; every block: docs/reference/blocks.md
+
+optimizer: # Adam
+  lr: {row.rate} # peak learning rate
+
+schedule: # the learning rate over the updates
+  name: inverse_sqrt # falls as 1 / sqrt(update) after the warm-up
+  warmup: {max(20, updates // 10)} # a tenth of the run
+
+train: # length of the run
+  updates: {updates} # some {updates * row.tokens / pieces:.0f} passes over the text
+  clip: 1.0 # gradient norm above which to clip
+  validate_every: {every} # twenty times in the run
+  save_every: {every} # with each validation
+
+parallel: # processes and precision
+  {engine}
+  precision: {precision} # {said}
+"""
+    with reporting(str(file), "free disk space, or give write permission"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(recipe, encoding="utf-8")
+    load_recipe(file, [])
+    return (f"{text}: {len(lines):,} lines, {sum(words.values()):,} words, "
+            f"{'documents apart' if apart else 'one stream'}\n{file}: {row.layers} layers, width {row.width}, "
+            f"{updates:,} updates; each line says why\n"
+            f"next: deepnmt run {file} (prepares, trains, averages and evaluates it)")

@@ -1,0 +1,139 @@
+"""What the commands do: perplexities of test texts, scores of lines, continuations of a prompt."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+
+from deepnmt.checkpoint.checkpoint import require_model
+from deepnmt.config import Model, Recipe
+from deepnmt.data.text import read_lines
+from deepnmt.errors import UserError
+from deepnmt.files import make_parent_folder, reporting, table, write_json
+from deepnmt.processes.ranks import Ranks
+from deepnmt.progress import print_status
+from deepnmt.tasks.language_model.model import Loaded, continue_text, load, score_stream
+from deepnmt.tasks.language_model.task import figures
+from deepnmt.tasks.language_model.text import open_text, texts_of
+from deepnmt.tokens import EOS
+
+
+def _load(recipe: Recipe, checkpoint: str | None, ranks: Ranks) -> Loaded:
+    return ranks.raise_everywhere(lambda: load(Path(checkpoint or recipe.run), ranks.device))
+
+
+def evaluate_run(
+    recipe: Recipe, tests: list[str] | None, context: int, checkpoint: str | None, ranks: Ranks,
+    expected: Model | None = None,
+) -> str:
+    """A table of perplexities; `RUN/perplexity.json` has the same. Every rank scores a share. Collective.
+
+    Raises:
+        UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model.
+    """
+    data, window = open_text(recipe, texts=False), texts_of(recipe).block
+    limit = recipe.model.max_length
+    if not 0 <= context < window <= limit:
+        raise UserError(f"--context is {context} and data.block {window}; the context must be 0 or more and below "
+                        f"data.block, and that at most model.max_length ({limit})")
+    loaded = _load(recipe, checkpoint, ranks)
+    require_model(loaded.checkpoint, expected)
+    if loaded.vocab.fingerprint != data.vocab.fingerprint:
+        raise UserError(f"{data.folder} was prepared with another vocabulary than that of {loaded.checkpoint}; set "
+                        "data.folder to the text that the run was trained with")
+    named = [name.removeprefix("test.") for name in data.manifest["splits"] if name.startswith("test.")]
+    rows, scores = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")], {}
+    for name in tests or named or ["valid"]:
+        split = "valid" if name == "valid" else f"test.{name}"
+        if split not in data.manifest["splits"]:
+            raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
+        tokens, documents = data.documents(split)
+        every = score_stream(loaded.model, tokens, documents, window, context, max(recipe.batch.tokens, window),
+                             ranks.device, slice(ranks.rank, None, ranks.world))
+        [nll] = ranks.sum([-float(every.sum())])
+        counts = data.counts(split)
+        found = figures(nll, counts)
+        scores[name] = {**found, "perplexity": math.exp(min(nll / counts["tokens"], 50.0)), "nll": nll, **counts}
+        rows.append((name, f"{counts['words']:,}", f"{counts['tokens']:,}", f"{found['word_perplexity']:.2f}",
+                     f"{scores[name]['perplexity']:.2f}", f"{found['bits_per_byte']:.4f}"))
+    if ranks.first:
+        with reporting(f"perplexity.json in {recipe.run}", "free disk space, or give write permission"):
+            write_json(Path(recipe.run) / "perplexity.json", {
+                "checkpoint": loaded.checkpoint.name, "update": loaded.update, "window": window, "context": context,
+                "texts": scores})
+    return table(rows)
+
+
+def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoint: str | None, ranks: Ranks) -> None:
+    """Writes the log-probability of every line, each as a text of its own. The first rank does it.
+
+    Raises:
+        UserError: a line is longer than the model can read.
+    """
+    loaded = _load(recipe, checkpoint, ranks)
+    if not ranks.first:
+        return
+    limit = loaded.recipe.model.max_length
+    file = None if source == "-" else Path(source)
+    lines = [line.strip() for line in read_lines(file)]
+    encoded = loaded.vocab.encode_batch(lines)
+    for number, ids in enumerate(encoded, 1):
+        if len(ids) >= limit:
+            where = source if file else "standard input"
+            raise UserError(f"{where}, line {number}: has {len(ids) + 1} tokens with its end, but the model reads "
+                            f"at most {limit} (model.max_length); divide the line")
+    lengths = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = np.array([token for ids in encoded for token in (*ids, EOS)], dtype=np.int64)
+    window = int(lengths.max(initial=1))
+    scores = score_stream(loaded.model, tokens, offsets, window, 0, max(recipe.batch.tokens, window), ranks.device)
+    if output != "-":
+        make_parent_folder(Path(output))
+    with open(output, "w", encoding="utf-8") if output != "-" else nullcontext(sys.stdout) as stream:
+        for line, ids, begin, end in zip(lines, encoded, offsets[:-1], offsets[1:], strict=True):
+            total = float(scores[begin:end].sum())
+            if pieces:
+                names = loaded.vocab.to_pieces([*ids, EOS])
+                each = [[name, round(float(value), 6)] for name, value in zip(names, scores[begin:end], strict=True)]
+                stream.write(json.dumps({"text": line, "score": total, "pieces": each}, ensure_ascii=False) + "\n")
+            else:
+                stream.write(f"{total:.4f}\n")
+    words = sum(len(line.split()) + 1 for line in lines)
+    if lines:
+        nll = -float(scores.sum())
+        print_status(f"{len(lines):,} lines, perplexity {math.exp(min(nll / words, 50.0)):.2f} a word, "
+                     f"{math.exp(min(nll / len(tokens), 50.0)):.2f} a token")
+
+
+def sample_text(
+    recipe: Recipe, prompt: str, count: int, length: int, temperature: float, top_k: int, top_p: float,
+    checkpoint: str | None, ranks: Ranks,
+) -> list[str]:
+    """Continuations of a prompt, with it in front.
+
+    Raises:
+        UserError: prompt and continuation are longer than the model can read.
+    """
+    loaded = _load(recipe, checkpoint, ranks)
+    ids, limit = loaded.vocab.encode(prompt), loaded.recipe.model.max_length
+    if len(ids) + length > limit:
+        raise UserError(f"--prompt has {len(ids)} tokens, and --tokens is {length}, but the model reads at most "
+                        f"{limit} (model.max_length) together; set --tokens lower")
+    drawn = continue_text(loaded.model, ids, count, length, recipe.seed, temperature, top_k, top_p)
+    return ["\n".join(_lines(loaded, [*ids, *each])) for each in drawn]
+
+
+def _lines(loaded: Loaded, ids: list[int]) -> list[str]:
+    """The text of tokens, a line for each that an eos ends."""
+    lines: list[list[int]] = [[]]
+    for token in ids:
+        if token == EOS:
+            lines.append([])
+        else:
+            lines[-1].append(token)
+    return [loaded.vocab.decode(line) for line in lines]

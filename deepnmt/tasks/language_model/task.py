@@ -1,0 +1,90 @@
+"""The task's functions: prepared text, a decoder by itself, validation by perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
+from deepnmt.config import Recipe
+from deepnmt.data.batching import plan_eval
+from deepnmt.data.vocab import Vocabulary, vocabulary_files
+from deepnmt.parallel.build import partition_of, start_engine
+from deepnmt.parallel.engine import Engine
+from deepnmt.parallel.settings import Layout
+from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.language_model.text import BlockStream, PreparedText, blocks_of, open_text, prepare_text
+from deepnmt.training.fine_tuning import check_parts, find_trained, origins, trained_weights
+from deepnmt.training.plan import check_memory, micro_batches, plan_of
+from deepnmt.training.profile import first_of, profile_on, save_profile
+from deepnmt.training.task import Task, Validation
+from deepnmt.training.validation import sum_losses
+
+
+def _stream(recipe: Recipe, data: PreparedText) -> BlockStream:
+    return BlockStream(blocks_of(recipe, data, "train"), recipe.batch.tokens, recipe.seed, recipe.batch.update_tokens)
+
+
+def _start(recipe: Recipe, layout: Layout, data: PreparedText, ranks: Ranks, initialise: bool) -> Engine:
+    sizes = (data.vocab.size, data.vocab.size)
+    ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, 1.0, ranks))
+    trained = None
+    if initialise and recipe.train.init_from:
+        trained = trained_weights(recipe, (data.vocab, data.vocab), ranks)
+    fresh = initialise and trained is None
+    profile = None
+    if fresh:
+        profile = profile_on(recipe, sizes, lambda: first_of(_stream(recipe, data), recipe, ranks), ranks,
+                             data.fingerprint)
+    if profile is not None:
+        ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
+    if layout.stages and ranks.first:
+        print(partition_of(recipe, *sizes).table(recipe.batch.accumulation), flush=True)
+    engine = start_engine(recipe, layout, sizes, ranks, profile, initialise=fresh)
+    if trained is not None:
+        engine.fill(trained)
+    return engine
+
+
+def figures(nll: float, counts: Mapping[str, int]) -> dict[str, float]:
+    """Of a text whose tokens have this sum of plain losses, in nats: the perplexity a word, and bits a byte."""
+    return {"word_perplexity": math.exp(min(nll / counts["words"], 50.0)),
+            "bits_per_byte": nll / math.log(2) / counts["bytes"]}
+
+
+def validate(recipe: Recipe, data: PreparedText, engine: Engine, ranks: Ranks) -> Validation:
+    """The loss over the validation text, in blocks as training has them. Collective."""
+    blocks = blocks_of(recipe, data, "valid")
+    plan = plan_eval(blocks.src_lengths, blocks.trg_lengths, recipe.batch.tokens)
+    shares = sum_losses(plan, lambda rows, device: blocks.batch(rows, 0, device), engine, ranks)
+    loss, nll, tokens = ranks.sum(shares)
+    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), loss / tokens,
+                      figures(nll, data.counts("valid")))
+
+
+def _plan(recipe: Recipe, card: str | None) -> str:
+    size, epoch, begin = recipe.vocab.size, "not prepared yet", None
+    folder = Path(recipe.data.folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        data = open_text(recipe)
+        size = data.vocab.size
+        stream = _stream(recipe, data)
+        epoch = f"{stream.epoch_size(0) / micro_batches(recipe):.1f} (padding {100 * stream.waste(0):.1f} %)"
+        if recipe.train.init_from is not None:
+            begin = find_trained(recipe)
+            origins(recipe, (data.vocab, data.vocab), begin)
+    elif recipe.vocab.model and (files := vocabulary_files(Path(recipe.vocab.model))):
+        size = Vocabulary.load(files[0]).size
+    return plan_of(recipe, card, (size, size), epoch, begin=begin)
+
+
+def _describe(record: Mapping[str, Any]) -> str:
+    return f" {record['word_perplexity']:.2f} a word, {record['bits_per_byte']:.3f} bits a byte"
+
+
+TASK = Task(
+    check=check_parts, open=open_text, verify=PreparedText.verify, stream=_stream, start=_start, validate=validate,
+    files=lambda data: dict.fromkeys((SRC_VOCAB, TRG_VOCAB), data.vocab.bytes),
+    prepare=prepare_text, plan=_plan, describe=_describe)

@@ -1,0 +1,264 @@
+"""Language models from text files to perplexities: texts, blocks, training, scores, samples, faults as sentences."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from small_text import ROOT, recipe, tree, write_texts
+from torch.nn import functional as F
+
+from deepnmt.cli import main
+from deepnmt.config import load_recipe
+from deepnmt.errors import UserError
+from deepnmt.files import read_log
+from deepnmt.steps import run_steps
+from deepnmt.tasks.language_model.model import continue_text, load, score_stream, token_scores
+from deepnmt.tasks.language_model.text import Blocks, BlockStream, blocks_of, open_text, prepare_text, texts_of
+from deepnmt.tokens import EOS, PAD
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts and a run of 60 updates, which has learned some."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_texts(folder)
+    file = folder / "lm.yaml"
+    file.write_text(yaml.safe_dump(tree(folder, train={"updates": 60, "validate_every": 30, "save_every": 30})))
+    assert main("prepare", [str(file)]) == 0 and main("train", [str(file), "--dry-run"]) == 0
+    assert main("train", [str(file)]) == 0 and main("average", [str(folder / "run")]) == 0
+    return folder
+
+
+def test_it_learns_and_tells_how_well(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Validation, evaluate and score agree, and the text has less than it had at first."""
+    valid = [record for record in read_log(trained / "run" / "log.jsonl") if record["type"] == "valid"]
+    assert valid[-1]["word_perplexity"] < valid[0]["word_perplexity"] < 16
+    counts = open_text(recipe(trained)).counts("valid")
+    text = (trained / "valid.txt").read_text()
+    assert counts["bytes"] == len(text.encode()) and counts["words"] == len(text.split()) + text.count("\n")
+    assert valid[-1]["bits_per_byte"] == pytest.approx(
+        counts["tokens"] * math.log2(valid[-1]["perplexity"]) / counts["bytes"])
+    run = str(trained / "run")
+    assert main("evaluate", [run, "--test", "valid", "--checkpoint", "newest"]) == 0
+    found = json.loads((trained / "run" / "perplexity.json").read_text())["texts"]["valid"]
+    for name in ("word_perplexity", "bits_per_byte", "perplexity"):
+        assert found[name] == pytest.approx(valid[-1][name], rel=1e-5)
+    assert main("evaluate", [run, "--context", "12"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[-1].split()[:2] == ["held", f"{open_text(recipe(trained)).counts('test.held')['words']:,}"]
+    lines, scores = trained / "lines.txt", trained / "scores.jsonl"
+    lines.write_text("the dog sees the cat .\ncat the the . sees dog\n", encoding="utf-8")
+    assert main("score", [run, "--input", str(lines), "--output", str(scores), "--pieces"]) == 0
+    good, bad = (json.loads(line) for line in scores.read_text().splitlines())
+    assert good["score"] > bad["score"] and len(good["pieces"]) == 7
+    assert sum(value for _, value in good["pieces"]) == pytest.approx(good["score"], abs=1e-4)
+
+
+def test_a_sample_is_fixed_by_its_seed_and_drawn_from_the_model(trained: Path, capsys: pytest.CaptureFixture[str]
+                                                                ) -> None:
+    words = [str(trained / "run"), "--prompt", "the dog", "--tokens", "6", "--count", "2"]
+    said = []
+    for more in ([], [], ["seed=4"]):
+        assert main("sample", [*words, *more]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2] and said[0].startswith("the dog")
+    loaded = load(trained / "run", CPU)
+    prompt = loaded.vocab.encode("the dog")
+    drawn = np.array(continue_text(loaded.model, prompt, 3000, 1, 1)).ravel()
+    hidden = loaded.model.decode(torch.tensor([[EOS, *prompt]]), None, None)[0, -1]
+    shares = np.bincount(drawn, minlength=loaded.vocab.size) / len(drawn)
+    p = loaded.model.log_probabilities(hidden).exp().detach().numpy()
+    p[[0, 1, PAD]] = 0
+    assert np.abs(shares - p / p.sum()).max() < 0.03
+
+
+def test_sliding_windows_are_brute_force(trained: Path) -> None:
+    """2,000 tokens: each alone, after all that its window has before it."""
+    loaded = load(trained / "run", CPU)
+    tokens, _ = open_text(recipe(trained)).documents("train")
+    tokens = np.asarray(tokens[:2000], dtype=np.int64)
+    documents = np.array([0, 700, 2000])
+    for window, context in ((48, 40), (24, 0), (40, 39)):
+        ours = score_stream(loaded.model, tokens, documents, window, context, 960, CPU)
+        step = window - context
+        given, places = [], []
+        for begin, end in itertools.pairwise(documents.tolist()):
+            for at in range(begin, end):
+                counted = begin + (at - begin) // step * step
+                first = max(begin, counted - context)
+                before = [EOS, *tokens[first:at]] if first == begin else list(tokens[first - 1 : at])
+                given.append(torch.tensor(before))
+                places.append(at)
+        padded = torch.nn.utils.rnn.pad_sequence(given, batch_first=True, padding_value=PAD)
+        with torch.no_grad():
+            hidden = torch.cat([loaded.model.decode(part, None, None) for part in padded.split(500)])
+        last = hidden[torch.arange(len(given)), torch.tensor([len(each) - 1 for each in given])]
+        theirs = F.linear(last, loaded.model.output_weight).log_softmax(-1)[range(len(given)), tokens[places]]
+        np.testing.assert_allclose(ours, theirs.detach().numpy(), rtol=1e-4, atol=2e-5)
+
+
+def test_scores_are_the_loss(trained: Path) -> None:
+    loaded = load(trained / "run", CPU)
+    blocks = blocks_of(recipe(trained), open_text(recipe(trained)), "valid")
+    batch = blocks.batch(range(4), 0, CPU)
+    with torch.no_grad():
+        nll = float(loaded.model(batch).nll)
+    assert float(-token_scores(loaded.model, batch["trg_in"], batch["trg_out"]).sum()) == pytest.approx(nll, rel=1e-5)
+
+
+@pytest.mark.parametrize("documents", [[0, 100], [0, 7, 31, 32, 100]])
+def test_blocks_have_every_token_once_after_the_one_before(documents: list[int]) -> None:
+    tokens = np.arange(4, 104)
+    blocks = Blocks("train", tokens, np.array(documents), 9)
+    stream = BlockStream(blocks, 40, 1)
+    for epoch in range(2):
+        seen = []
+        for index in range(stream.epoch_size(epoch)):
+            batch = stream.batch(epoch, index, CPU)
+            assert batch["trg_out"].numel() <= 40 and batch.tokens == int((batch["trg_out"] != PAD).sum())
+            for given, target in zip(batch["trg_in"], batch["trg_out"], strict=True):
+                kept = target[target != PAD].tolist()
+                place = kept[0] - 4
+                assert given[0] == (EOS if place in documents else kept[0] - 1)
+                assert given[1 : len(kept)].tolist() == kept[:-1] and sorted({place, place + len(kept)}) == [
+                    place, place + len(kept)]
+                assert not any(place < border < place + len(kept) for border in documents)
+                seen += kept
+        assert sorted(seen) == tokens.tolist()
+    orders = [BlockStream(blocks, 40, seed).plan(epoch).order.tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0))]
+    assert stream.plan(0).order.tolist() == orders[0] and len({tuple(order) for order in orders}) == 3
+
+
+def test_a_text_is_one_stream_or_documents(tmp_path: Path) -> None:
+    """What stands in the arrays is the text again."""
+    write_texts(tmp_path)
+    text = (tmp_path / "valid.txt").read_text()
+    for apart in (False, True):
+        made = recipe(tmp_path, data={"documents": apart, "folder": str(tmp_path / f"data-{apart}")})
+        prepare_text(made)
+        data = open_text(made)
+        data.verify()
+        tokens, documents = data.documents("valid")
+        parts = [np.split(tokens[begin:end], np.flatnonzero(tokens[begin:end] == EOS) + 1)[:-1]
+                 for begin, end in itertools.pairwise(documents.tolist())]
+        again = ["".join(f"{data.vocab.decode(line[:-1].tolist())}\n" for line in lines) for lines in parts]
+        assert "\n".join(again) == text and len(again) == (12 if apart else 1)
+        before = {file.name: file.read_bytes() for file in data.folder.iterdir()}
+        prepare_text(made)
+        assert {file.name: file.read_bytes() for file in data.folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_other_vocabularies(kind: str, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    made = recipe(tmp_path, vocab={"kind": kind, "size": 24}, data={"block": 32})
+    prepare_text(made)
+    data = open_text(made)
+    assert data.vocab.kind == kind and data.counts("train")["unknown"] == 0
+    given = recipe(tmp_path, vocab={"kind": kind, "model": str(data.folder)}, data={"folder": str(tmp_path / "again")})
+    prepare_text(given)
+    assert open_text(given).vocab.fingerprint == data.vocab.fingerprint
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("a b\n\n\nc\n", r"train\.txt, line 3: a document is empty"),
+    ("\na b\n", r"train\.txt, line 1: a document is empty"),
+    ("", r"there is no text in .*train\.txt"), ("a\n\xff\n", r"train\.txt, line 2: not valid UTF-8")])
+def test_faulty_texts(text: str, said: str, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    (tmp_path / "train.txt").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=said):
+        prepare_text(recipe(tmp_path, data={"documents": True}))
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_vocabulary_of_another_text(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    prepare_text(recipe(tmp_path))
+    (tmp_path / "train.txt").write_text("ein Hund\nder Hund bellt\n" * 20, encoding="utf-8")
+    with pytest.raises(UserError, match=r"train\.txt, line 1: the vocabulary has no piece of this line, and"):
+        prepare_text(recipe(tmp_path, vocab={"model": str(tmp_path / "data")}, data={"folder": str(tmp_path / "new")}))
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"model": {"max_length": 16}}, r"data\.block \(24\) must not be above model\.max_length \(16\)"),
+    ({"batch": {"tokens": 20}}, r"data\.block \(24\) must not be above batch\.tokens \(20\)"),
+    ({"model": {"encoder": {"layers": 1}}}, "a language model is a decoder by itself"),
+    ({"model": {"bands": [8, 30]}}, r"model\.bands \(\[8, 30\]\) must be below vocab\.size"),
+    ({"model": {"bands": [8]}, "train": {"label_smoothing": 0.1}}, r"train\.label_smoothing .* needs one softmax"),
+    ({"train": {"best_by": "bleu"}}, r"train\.best_by \(bleu\) is of translation"),
+    ({"data": {"documents": "yes"}}, r"data\.documents: is 'yes'"),
+    ({"data": {"src_lang": "de"}}, r"data\.src_lang: unknown setting"),
+])
+def test_faulty_settings(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        recipe(tmp_path, **changes)
+
+
+def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, long = str(trained / "run"), trained / "long.txt"
+    long.write_text("the dog .\n" + "the dog " * 40 + "\n", encoding="utf-8")
+    for command, words, said in (
+        ("evaluate", ["--context", "24"], r"--context is 24 and data\.block 24"),
+        ("evaluate", ["--test", "other"], "--test other is not prepared; .* has held, valid"),
+        ("score", ["--input", str(long)], r"long\.txt, line 2: has 81 tokens .* reads at most 48"),
+        ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),
+        ("sample", ["--temperature", "0"], "give a temperature above 0"),
+        ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
+        ("translate", [], "translate is a command of task: .*translation, but the recipe has task: language_model"),
+        ("report", [], "report is a command of task: translation"),
+        ("diagnose", [], "the recipe has task: language_model, but the doctor's verdict was learned from translation"),
+        ("profile", [], "task: language_model, whose ω are measured when a run begins"),
+        ("get", [], "task: language_model, whose texts are not pairs"),
+        ("fold", [], "holds a model of the task language_model, must be one of translation"),
+        ("export", ["--to", "onnx"], "--to is 'onnx', must be one of huggingface"),
+    ):
+        assert main(command, [run, *words]) == 2
+        assert re.search(said, capsys.readouterr().err), (command, words)
+
+
+def test_recipes_are_listed_by_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("recipes", []) == 0
+    listed = capsys.readouterr().out
+    ours = listed[listed.index("task: language_model") :]
+    assert "demo/admin_18l-18l" in listed.split("task: language_model")[0]
+    for name in sorted((ROOT / "recipes").rglob("*.yaml")):
+        if "task: language_model" in name.read_text(encoding="utf-8"):
+            assert f"{name.parent.name}/{name.stem}" in ours
+
+
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_recipe_for_a_text(apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every line is in one of three texts, documents whole; the recipe is for what the text is; run takes its steps."""
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path)
+    lines = (tmp_path / "train.txt").read_text().splitlines()
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(line for line in lines if line or apart) + "\n")
+    assert main("new", ["my.yaml", "--text", str(text), "--machine", "cpu"]) == 0
+    made = load_recipe("my.yaml")
+    assert made.task == "language_model" and texts_of(made).documents == apart
+    parts = [Path(f"data/my/text/{name}.txt").read_text() for name in ("train", "valid", "test")]
+    assert sorted("".join(parts).split("\n\n" if apart else "\n")) == sorted(
+        (text.read_text() + "\n" * apart).split("\n\n" if apart else "\n"))
+    assert all(parts) and len(parts[0]) > 4 * len(parts[1])
+    steps: list[list[str]] = []
+    monkeypatch.setattr("deepnmt.steps.run_status", lambda run: SimpleNamespace(code=0))
+    assert run_steps("my.yaml", made, [], lambda words: int(steps.append(words) is not None)) == 0
+    assert [words[0] for words in steps] == ["prepare", "train", "average", "evaluate"]
+    assert main("new", ["my.yaml", "--text", str(text)]) == 2 and main("new", ["my.txt", "--text", str(text)]) == 2
+    assert main("new", ["other.yaml", "--text", str(tmp_path / "none.txt")]) == 2
