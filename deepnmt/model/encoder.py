@@ -46,7 +46,7 @@ class EncoderInput(nn.Module):
         if length > limit:
             raise ValueError(f"a sequence of {length} tokens exceeds model.max_length ({limit})")
         x = embedded + self.positions(torch.arange(length, device=embedded.device)) + self.segments(segments)
-        if self.norm is not None:
+        if isinstance(self.norm, nn.Module):
             x = self.norm(x)
         if self.training and self.dropout.p > 0:
             seed_dropout(x.device, self.seed, dropout_key, "encoder.input")

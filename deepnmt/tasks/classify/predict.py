@@ -91,7 +91,7 @@ def train_seeds(recipe: ClassifyRecipe, seeds: list[int], ranks: Ranks) -> int:
             found[seed] = {name: last[name] for name in ("loss", *FIGURES)}
     if ranks.first:
         means = {name: interval([figures[name] for figures in found.values()]) for name in FIGURES}
-        rows = [("seed", *FIGURES)]
+        rows: list[tuple[str, ...]] = [("seed", *FIGURES)]
         rows += [(str(seed), *(f"{figures[name]:.4f}" for name in FIGURES)) for seed, figures in found.items()]
         rows.append(("mean", *(f"{mean:.4f} ± {half:.4f}" for mean, half in means.values())))
         print(table(rows, left=1))

@@ -77,7 +77,7 @@ class SentenceBatch(Batch):
 class ClassifyTrain(EncoderTrain):
     """How long a run is, and what it logs, validates and saves."""
 
-    best_by: Annotated[  # type: ignore[assignment]
+    best_by: Annotated[
         Literal["loss", "accuracy", "f1", "matthews"], Fact.FIXED] = "accuracy"
     """What makes a validation the best: the lowest loss, or the highest of the others."""
     head_dropout: Annotated[Rate, Fact.SEEN] = 0.1

@@ -46,11 +46,11 @@ def validate(recipe: Recipe, data: ClassifyData, engine: Engine, ranks: Ranks) -
             found = torch.stack([loss, F.cross_entropy(logits, right, reduction="sum")]).tolist()
             losses = [losses[0] + found[0], losses[1] + found[1]]
             table += count(right.cpu().numpy(), logits.argmax(1).cpu().numpy(), labels)
-    loss, nll, *cells = ranks.sum([*losses, *table.flatten().tolist()])
+    whole, plain, *cells = ranks.sum([*losses, *table.flatten().tolist()])
     table, total = np.array(cells).reshape(labels, labels), sum(cells)
     figures = scores(table)
-    value = loss / total if settings.train.best_by == "loss" else -figures[settings.train.best_by]
-    return Validation(loss / total, math.exp(min(nll / total, 50.0)), value, figures)
+    value = whole / total if settings.train.best_by == "loss" else -figures[settings.train.best_by]
+    return Validation(whole / total, math.exp(min(plain / total, 50.0)), value, figures)
 
 
 def _plan(recipe: Recipe, card: str | None) -> str:

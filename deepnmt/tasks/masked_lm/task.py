@@ -54,8 +54,8 @@ def validate(recipe: Recipe, data: PreparedText, engine: Engine, ranks: Ranks) -
             right = (logits.argmax(1) == targets).sum()
             found = torch.stack([loss, nll, right]).tolist()
             sums = [a + b for a, b in zip(sums, [*found, len(targets)], strict=True)]
-    loss, nll, right, tokens = ranks.sum(sums)
-    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), loss / tokens, {"accuracy": right / tokens})
+    total, plain, hits, tokens = ranks.sum(sums)
+    return Validation(total / tokens, math.exp(min(plain / tokens, 50.0)), total / tokens, {"accuracy": hits / tokens})
 
 
 def _plan(recipe: Recipe, card: str | None) -> str:
