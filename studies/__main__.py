@@ -112,8 +112,9 @@ def verdict_runs(words: list[str]) -> None:
                 ("--data", "FOLDER", Path, Path("data/verdict"), "prepared texts (default: %(default)s)"),
                 ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
     parser.add_argument("--ship", action="store_true", help="fit: replace deepnmt's own rule")
-    parser.add_argument("--long", action="store_true",
-                        help="run: 300 to 3,000 updates, widths to 256, and lower rates for the encoder")
+    parser.add_argument("--kind", choices=["short", "long", "longest", "first", "first_8000"], default="short",
+                        help="run: short ones (the default); long or longest ones, of which many have a slower\n"
+                             "encoder; or what `deepnmt new` might write first, also with\n8,000 pieces")
     args = parser.parse_args(words)
     both = ("run", "propose")
     actions = {"ship": ("fit",), "rule": ("judge",), "failed": ("propose",), "count": both, "seed": both, "data": both}
@@ -130,7 +131,7 @@ def verdict_runs(words: list[str]) -> None:
     if len(args.share) != 2 or not 0 <= args.share[0] < args.share[1]:
         raise UserError(f"--share is {' '.join(map(str, args.share))}, must be two numbers, the first from 0 and below "
                         "the second, for example 0 2")
-    from studies.verdict_text import LONG, Choice, draw, fit_runs, judge_runs, propose_all, run_all, write_toy
+    from studies.verdict_text import CHOICES, draw, fit_runs, judge_runs, propose_all, run_all, write_toy
 
     if args.action == "fit":
         print(fit_runs(args.runs, args.ship))
@@ -144,7 +145,7 @@ def verdict_runs(words: list[str]) -> None:
     else:
         use_threads(1)
         asked = {"blocks": tuple(args.blocks), "depths": tuple(args.depths), "texts": tuple(args.texts)}
-        choice = replace(LONG if args.long else Choice(), **{name: values for name, values in asked.items() if values})
+        choice = replace(CHOICES[args.kind], **{name: values for name, values in asked.items() if values})
         left = run_all(draw(args.count or 80, args.seed, choice, args.data), args.runs, tuple(args.share))
         print(f"{left} runs left" if left else "all runs done")
 

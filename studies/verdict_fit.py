@@ -1,13 +1,11 @@
 """Fits the doctor's verdict on runs whose outcome was measured, and tests it on runs it was not fitted on.
 
-The rule is two linear regressions (`VerdictRule`): what the validation loss and the source's gain come to. They learn
-more from a run than a classifier does, because they are told how far it was from the next outcome. A run gives one
-example for each number of updates at which its outcome was measured; together they weigh as much as one run.
+The rule is a random forest (`VerdictRule`) that scikit-learn grows. A run gives one example for each number of updates
+at which its outcome was measured; together they weigh as much as one run.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
-from deepnmt.extras.doctor.verdict import FEATURES, Line, VerdictRule
+from deepnmt.extras.doctor.verdict import FEATURES, Node, Tree, VerdictRule
 
 Array = npt.NDArray[np.float64]
 
-DECAYS = (0.1, 0.3, 1.0, 3.0)  # tried weight decays
-# What each regression uses: chosen by hand on the runs of the fit, by the log loss with groups held out.
-LOSS = ("trial_loss", "trial_norm", "budget", "trial_norm*budget", "below*budget", "blind*budget", "rate*trial_norm",
-        "uneven*budget", "width")
-GAIN = ("trial_gain", "budget", "below*budget", "blind*budget", "uneven*budget", "updates", "length")
+TREES, LEAST_RUNS, MOST_LEAVES = 80, 3, 40  # of the forest; examples and leaves of a tree
+POWERS = (1.0, 1.15, 1.3, 1.45, 1.6, 1.8)  # tried
+OLD = 0.3  # weight of a run whose trial lacks the figures of the source
 BINS = 5  # of the calibration error
 
 
@@ -34,14 +30,12 @@ class Example:
 
     Attributes:
         values: the features.
-        reached: what the regressions are to expect: nats below the frequencies, and the gain's logarithm.
-        weight: 1 over the number of the run's outcomes.
+        weight: 1 over the number of the run's outcomes, times the weight of the run.
         groups: by kind of group (text, depth, block), the group the run is in.
         last: whether it is the outcome at the run's end.
     """
 
     values: dict[str, float]
-    reached: tuple[float, float]
     outcome: Outcome
     weight: float
     groups: dict[str, str]
@@ -85,38 +79,31 @@ def _most(probabilities: dict[Outcome, float]) -> Outcome:
     return max(OUTCOMES, key=probabilities.__getitem__)
 
 
-def fit(
-    examples: Sequence[Example], decay: float, loss: Sequence[str] = LOSS, gain: Sequence[str] = GAIN
-) -> VerdictRule:
-    """The rule with the smallest weighted sum of squared errors + decay · |weights|² of the standardised features."""
-    weight = np.array([example.weight for example in examples])
+def fit(examples: Sequence[Example], power: float = 1.0, trees: int = TREES) -> VerdictRule:
+    """The forest of the examples."""
+    from sklearn.ensemble import RandomForestClassifier  # in the extra `studies`
 
-    def line(number: int, names: Sequence[str]) -> Line:
-        x = np.array([[math.prod(example.values[part] for part in name.split("*")) for name in names]
-                      for example in examples])
-        return _regression(x, np.array([example.reached[number] for example in examples]), weight, decay, names)
-
-    values = {name: [example.values[name] for example in examples] for name in FEATURES}
-    return VerdictRule(line(0, loss), line(1, gain), {name: [min(own), max(own)] for name, own in values.items()})
+    names = list(FEATURES)
+    x = np.array([[example.values[name] for name in names] for example in examples])
+    y = np.array([OUTCOMES.index(example.outcome) for example in examples])
+    forest = RandomForestClassifier(trees, min_samples_leaf=LEAST_RUNS, max_leaf_nodes=MOST_LEAVES, random_state=1)
+    forest.fit(x, y, np.array([example.weight for example in examples]))
+    spans = {name: [float(column.min()), float(column.max())] for name, column in zip(names, x.T, strict=True)}
+    return VerdictRule([_tree(each.tree_, names, forest.classes_) for each in forest.estimators_], power, spans)
 
 
-def _regression(x: Array, y: Array, weight: Array, decay: float, names: Sequence[str]) -> Line:
-    """Ridge regression. The spread is that of each example about a line fitted without it, by the leverages (Allen
-    1974, The Relationship between Variable Selection and Data Augmentation and a Method for Prediction). It is taken
-    from their median distance, which is 1 / 1.4826 standard deviations of a normal distribution: a few runs that
-    diverge lie so far off that the standard deviation itself made the rule say less than it knew."""
-    centre, scale = x.mean(0), np.maximum(x.std(0), 1e-6)
-    columns = np.hstack([np.ones((len(x), 1)), (x - centre) / scale])
-    inverse = np.linalg.inv((columns * weight[:, None]).T @ columns + np.diag([0.0, *[decay] * len(names)]))
-    solution = inverse @ ((columns * weight[:, None]).T @ y)
-    leverage = weight * np.einsum("ij,jk,ik->i", columns, inverse, columns)
-    left = (y - columns @ solution) / np.maximum(1 - leverage, 0.2)
-    weights, middle, width = ({name: round(float(value), 6) for name, value in zip(names, each, strict=True)}
-                              for each in (solution[1:], centre, scale))
-    order = np.argsort(abs(left))
-    middle_one = order[np.searchsorted(weight[order].cumsum(), weight.sum() / 2)]
-    spread = 1.4826 * float(abs(left[middle_one]))
-    return Line(round(float(solution[0]), 6), weights, middle, width, round(spread, 6))
+def _tree(grown: Any, names: Sequence[str], classes: npt.NDArray[np.int64]) -> Tree:
+    """A tree of scikit-learn as ours, in its order: a node comes before those below it."""
+    nodes = []
+    for number in range(grown.node_count):
+        shares = [0.0] * len(OUTCOMES)
+        for place, value in zip(classes, grown.value[number, 0], strict=True):
+            shares[place] = round(float(value), 4)
+        leaf = grown.children_left[number] < 0
+        nodes.append(Node(shares) if leaf else Node(
+            shares, names[grown.feature[number]], round(float(grown.threshold[number]), 5),
+            int(grown.children_left[number]), int(grown.children_right[number])))
+    return nodes
 
 
 def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Example]], VerdictRule]) -> Judged:
@@ -130,10 +117,22 @@ def crossed(examples: Sequence[Example], kind: str, make: Callable[[Sequence[Exa
     return Judged(pairs)
 
 
-def choose(examples: Sequence[Example]) -> float:
-    """The decay with the lowest log loss, summed over texts, depths and blocks held out in turn."""
-    return min(DECAYS, key=lambda decay: sum(crossed(examples, kind, lambda others: fit(others, decay)).log_loss
-                                             for kind in kinds_of(examples)))
+def choose(held: Sequence[Judged]) -> float:
+    """The power with the lowest log loss, summed over texts, depths and blocks held out in turn.
+
+    Args:
+        held: judged by rules of power 1, one for each kind of group.
+    """
+    return min(POWERS, key=lambda power: sum(raised(tested, power).log_loss for tested in held))
+
+
+def raised(tested: Judged, power: float) -> Judged:
+    """As by rules of another power; `tested` is by rules of power 1."""
+    pairs = []
+    for probabilities, outcome in tested.pairs:
+        total = sum(value**power for value in probabilities.values())
+        pairs.append(({name: value**power / total for name, value in probabilities.items()}, outcome))
+    return Judged(pairs)
 
 
 def kinds_of(examples: Sequence[Example]) -> list[str]:

@@ -36,7 +36,6 @@ from deepnmt.extras.doctor.verdict import (
     expected_rank,
     features,
     run_trial,
-    targets,
 )
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
@@ -49,7 +48,7 @@ from deepnmt.training.updates import updates
 from studies.plots import plot_reliability
 from studies.runs import Record, append_runs, read_runs
 from studies.toy_task import ToyTask
-from studies.verdict_fit import BINS, Example, Judged, choose, crossed, fit, kinds_of, report
+from studies.verdict_fit import BINS, OLD, Example, Judged, choose, crossed, fit, kinds_of, raised, report
 
 # By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
 # they are made from what one downloads: studies/results/verdict.md.
@@ -80,13 +79,32 @@ class Choice:
     tokens: tuple[int, ...] = (300, 400, 500, 600)
     widths: tuple[int, ...] = (32, 48, 64)
     encoder_rates: tuple[float, ...] = (1.0,)  # factors on the encoder's rate
+    pieces: int = 1000  # of the vocabulary
+    kinds: tuple[str, ...] = ("good", "good", "wild", "any")  # of points, keys of `_RATES`
 
 
-# Longer runs of wider models, of which more than half have a slower encoder; blocks without a further parameter.
-LONG = Choice(texts=("multi30k", "tatoeba", "europarl", "newstest", "tatoeba_fr"), depths=(2, 3, 4, 4, 6, 9, 12),
-              blocks=("post_ln", "pre_ln", "admin", "admin", "b2t", "deepnorm", "t_fixup", "t_fixup", "rezero", "dlcl"),
-              seconds=(4.0, 16.0), updates=(300, 400, 600, 900, 1300, 2000, 3000), tokens=(300, 500, 800, 1200),
-              widths=(48, 64, 96, 128, 192, 256), encoder_rates=(1.0, 1.0, 0.5, 0.2, 0.1, 0.05))
+_LONG = Choice(texts=("multi30k", "tatoeba", "europarl", "newstest", "tatoeba_fr"), depths=(2, 3, 4, 4, 6, 9, 12),
+               blocks=("post_ln", "pre_ln", "admin", "admin", "b2t", "deepnorm", "t_fixup", "t_fixup", "rezero",
+                       "dlcl"),
+               seconds=(4.0, 16.0), updates=(300, 400, 600, 900, 1300, 2000, 3000), tokens=(300, 500, 800, 1200),
+               widths=(48, 64, 96, 128, 192, 256), encoder_rates=(1.0, 1.0, 0.5, 0.2, 0.1, 0.05))
+CHOICES = {
+    "short": Choice(),
+    # Longer runs of wider models, of which more than half have a slower encoder; blocks without a further parameter.
+    "long": _LONG,
+    # The longest, of the text that is hardest to translate, so their models are small.
+    "longest": replace(_LONG, texts=("newstest", "europarl", "newstest", "europarl", "tatoeba"), depths=(2, 2, 3),
+                       seconds=(40.0, 110.0), updates=(2000, 3000), tokens=(800, 1200), widths=(48, 64, 96)),
+    # What `deepnmt new` might write for little text: no rate that is likely to fail, a slower encoder.
+    "first": Choice(texts=("newstest", "europarl", "newstest", "europarl", "tatoeba"), depths=(3, 4, 4, 6),
+                    blocks=("t_fixup", "t_fixup", "admin", "b2t", "deepnorm"), seconds=(16.0, 45.0),
+                    updates=(900, 1300, 2000, 3000), tokens=(800, 1200), widths=(64, 96, 128, 192),
+                    encoder_rates=(0.3, 0.2, 0.2, 0.1), kinds=("good",)),
+    "first_8000": Choice(texts=("newstest", "europarl", "tatoeba", "multi30k"), depths=(3, 4, 4, 6),
+                         blocks=("t_fixup", "t_fixup", "admin", "b2t", "deepnorm", "pre_ln"), seconds=(10.0, 30.0),
+                         updates=(300, 600, 900, 1300), tokens=(800, 1200), widths=(96, 128, 192),
+                         encoder_rates=(1.0, 0.3, 0.2, 0.1), pieces=8000, kinds=("good", "good", "any")),
+}
 
 
 def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
@@ -99,7 +117,7 @@ def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
     chance = random.Random(seed)
     drawn: list[Recipe] = []
     while len(drawn) < count:
-        kind = chance.choice(("good", "good", "wild", "any"))
+        kind = chance.choice(choice.kinds)
         encoder = "post_ln" if kind == "wild" and chance.random() < 0.4 else chance.choice(choice.blocks)
         decoder = chance.choice(choice.blocks) if chance.random() < 0.2 else encoder
         layers = [chance.choice(choice.depths)] * 2
@@ -113,7 +131,7 @@ def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
             continue
         text = chance.choice(choice.texts)
         slower = chance.choice(choice.encoder_rates) if len(choice.encoder_rates) > 1 else 1.0
-        drawn.append(recipe_of(text, data, pieces=52 if text == "toy" else 1000, seed=chance.randrange(1000), settings={
+        drawn.append(recipe_of(text, data, pieces=choice.pieces, seed=chance.randrange(1000), settings={
             "batch": {"tokens": tokens},
             "model": {"width": width, "heads": 4, "ffn": 2 * width, "dropout": chance.choice((0.0, 0.1)),
                       **{side: {"block": block, "layers": count, "init": "auto"}
@@ -129,7 +147,7 @@ def draw(count: int, seed: int, choice: Choice, data: Path) -> list[Recipe]:
     return drawn
 
 
-def recipe_of(text: str, data: Path, *, pieces: int, seed: int, settings: Mapping[str, Any]) -> Recipe:
+def recipe_of(text: str, data: Path, *, seed: int, settings: Mapping[str, Any], pieces: int = 1000) -> Recipe:
     """The recipe of a run on one of `TEXTS`.
 
     Raises:
@@ -137,6 +155,7 @@ def recipe_of(text: str, data: Path, *, pieces: int, seed: int, settings: Mappin
     """
     if text not in TEXTS:
         raise UserError(f"unknown text {text!r}; known: {', '.join(TEXTS)}")
+    pieces = 52 if text == "toy" else pieces  # it has no more
     source, target, train, valid = TEXTS[text]
     root = os.environ.get("DEEPNMT_CORPORA", ".")
     texts = {name: {"src": f"{root}/{files.format(source)}", "trg": f"{root}/{files.format(target)}"}
@@ -192,7 +211,8 @@ def run_all(recipes: Sequence[Recipe], output: Path, share: tuple[int, int] = (0
 def kept(recipe: Recipe) -> dict[str, Any]:
     """What a line says of its recipe."""
     tree = recipe.model_dump()
-    return {"text": recipe.run, **{name: tree[name] for name in _KEPT},
+    pieces = {} if recipe.vocab.size in (52, 1000) else {"pieces": recipe.vocab.size}  # the others have none
+    return {"text": recipe.run, **pieces, **{name: tree[name] for name in _KEPT},
             "train": {name: tree["train"][name] for name in ("updates", "label_smoothing", "clip")}}
 
 
@@ -291,8 +311,8 @@ def propose_all(failed: Path, output: Path, count: int, seed: int, data: Path) -
 
 def _proposal(run: Record, rule: VerdictRule, data: Path) -> Record:
     """The line of a run's best alternative, with the run's recipe, outcome and loss, and what the rule said."""
-    tree = {name: value for name, value in run["recipe"].items() if name not in ("text", "seed")}
-    recipe = recipe_of(run["text"], data, pieces=52 if run["text"] == "toy" else 1000, seed=run["recipe"]["seed"],
+    tree = {name: value for name, value in run["recipe"].items() if name not in ("text", "pieces", "seed")}
+    recipe = recipe_of(run["text"], data, pieces=run["recipe"].get("pieces", 1000), seed=run["recipe"]["seed"],
                        settings=tree)
     tried = alternatives(recipe)
     rated = {name: rule.probabilities(features(_trial_of(other), other, other.train.updates))
@@ -307,16 +327,16 @@ def _proposal(run: Record, rule: VerdictRule, data: Path) -> Record:
 
 def examples_of(record: Record) -> list[Example]:
     """The examples of a run, one for each measured outcome."""
-    tree = {name: value for name, value in record["recipe"].items() if name != "text"}
-    plain = recipe_of("toy", Path(), pieces=52, seed=0, settings=tree)
+    tree = {name: value for name, value in record["recipe"].items() if name not in ("text", "pieces")}
+    plain = recipe_of("toy", Path(), seed=0, settings=tree)
     trial = Trial(**{name: _number(value) for name, value in record["trial"].items()})
     layers = {side: tree["model"][side]["layers"] for side in SIDES}
     groups = {"text": record["text"], "depth": depth_group(sum(layers.values())),
               "block": "/".join(dict.fromkeys(tree["model"][side]["block"] for side in SIDES))}
     marks = [mark for mark in record["marks"] if mark["update"] > TRIAL] or record["marks"][-1:]
-    return [Example(features(trial, plain, mark["update"]), targets(Measured(*(
-        _number(mark[name]) for name in ("own", "shuffled", "frequencies")))), mark["outcome"], 1 / len(marks), groups,
-        mark is marks[-1]) for mark in marks]
+    weight = (1.0 if trial.source else OLD) / len(marks)
+    return [Example(features(trial, plain, mark["update"]), mark["outcome"], weight, groups, mark is marks[-1])
+            for mark in marks]
 
 
 def depth_group(layers: int) -> str:
@@ -328,6 +348,8 @@ def _number(value: Any) -> Any:
     """The value as before `finite_only`."""
     if isinstance(value, list):
         return [_number(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _number(each) for name, each in value.items()}
     return math.nan if value is None else value
 
 
@@ -344,11 +366,12 @@ def fit_runs(file: Path, ship: bool) -> str:
     examples = [example for record in records for example in examples_of(record)]
     if len(records) < 40 or {example.outcome for example in examples} != set(OUTCOMES):
         raise UserError(f"{file} has {len(records)} runs; a rule needs 40 or more, with every outcome among them")
-    decay = choose(examples)
-    held = {kind: crossed(examples, kind, lambda others: fit(others, decay)) for kind in kinds_of(examples)}
+    plain = {kind: crossed(examples, kind, fit) for kind in kinds_of(examples)}
+    power = choose([*plain.values()])
+    held = {kind: raised(tested, power) for kind, tested in plain.items()}
     ended = [record["marks"][-1]["outcome"] for record in records]
-    rule = replace(fit(examples, decay), facts={
-        "runs": len(records), "examples": len(examples), "decay": decay,
+    rule = replace(fit(examples, power), facts={
+        "runs": len(records), "examples": len(examples),
         "outcomes": {name: ended.count(name) for name in OUTCOMES},
         "held_out": {kind: round(tested.accuracy, 4) for kind, tested in held.items()},
         "held_out_calibration_error": {kind: round(tested.calibration_error, 4) for kind, tested in held.items()},
@@ -356,7 +379,7 @@ def fit_runs(file: Path, ship: bool) -> str:
     rule.save(file.with_name("verdict.json"))
     if ship:
         rule.save(SHIPPED)
-    return "\n".join([f"{len(records)} runs, {len(examples)} measured outcomes, decay {decay}",
+    return "\n".join([f"{len(records)} runs, {len(examples)} measured outcomes, power {power}",
                       *(f"held out by {kind}: {report(tested)}\n{markdown_table(tested.table())}"
                         for kind, tested in held.items())])
 

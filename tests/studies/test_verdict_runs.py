@@ -4,76 +4,59 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from refusals import Refused
+from sklearn.ensemble import RandomForestClassifier
 
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
 from deepnmt.extras.doctor.verdict import FEATURES, Trial, VerdictRule
 from studies import verdict_text
-from studies.verdict_fit import Example, Judged, choose, crossed, fit
+from studies.verdict_fit import LEAST_RUNS, MOST_LEAVES, POWERS, TREES, Example, Judged, choose, crossed, fit, raised
 from studies.verdict_text import Choice, depth_group, draw, examples_of, fit_runs, judge_runs, key_hash, run_all
 
-SHIPPED_RUNS = Path(__file__).parents[2] / "studies" / "verdict_text.jsonl"
-ONE = ["trial_gain", "budget"]
-
+SHIPPED_RUNS = Path(__file__).parents[2] / "studies" / "verdict_runs.jsonl"
 
 def random_examples(count: int, seed: int = 0) -> list[Example]:
-    """Random features; the loss follows from the budget and its product with the width, the gain from the trial's."""
+    """Random features; the outcome follows from the budget and from the trial's gain."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
         values = {name: float(torch.randn((), generator=generator)) for name in FEATURES}
-        drop = 0.5 * values["budget"] + 0.3 * values["budget"] * values["width"]
-        gain = math.log10(0.2) + 0.7 * values["trial_gain"]
-        outcome: Outcome = "stuck" if drop <= 0.1 else "target only" if gain < math.log10(0.2) else "translates"
-        group = str(number % 3)
-        made.append(Example(values, (drop, gain), outcome, 1.0 + number % 2, dict.fromkeys(("text", "block"), group),
-                            number % 2 == 0))
+        outcome: Outcome = ("stuck" if values["budget"] <= -0.4 else "target only" if values["trial_gain"] < 0.0
+                            else "translates")
+        groups = dict.fromkeys(("text", "block"), str(number % 3))
+        made.append(Example(values, outcome, 1.0 + number % 2, groups, number % 2 == 0))
     return made
 
 
 def test_the_fit_finds_what_outcomes_follow_from() -> None:
-    rule = fit(random_examples(300), 0.1, ["budget", "layers", "budget*width"], ["trial_gain", "budget"])
-    loss, gain = rule.loss, rule.gain
-    assert [loss.weights[name] / loss.scale[name] for name in loss.weights] == pytest.approx([0.5, 0.0, 0.3], abs=0.01)
-    assert gain.weights["trial_gain"] / gain.scale["trial_gain"] == pytest.approx(0.7, abs=0.01)
-    assert loss.spread < 0.01 and gain.spread < 0.01 and set(rule.spans) == set(FEATURES)
+    rule = fit(random_examples(400), 1.5)
+    used = Counter(node.feature for tree in rule.trees for node in tree[:3] if node.feature)
+    assert {name for name, _ in used.most_common(2)} == {"budget", "trial_gain"}
+    assert set(rule.spans) == set(FEATURES) and len(rule.trees) == TREES and rule.power == 1.5
     tested = Judged([(rule.probabilities(example.values), example.outcome) for example in random_examples(200, seed=9)])
-    assert tested.accuracy > 0.97
-    shrunk = fit(random_examples(300), 1000.0, ["budget", "layers", "budget*width"], ["trial_gain", "budget"])
-    assert shrunk.loss.weights["budget"] < 0.5 * loss.weights["budget"] and shrunk.loss.spread > 0.1
+    assert tested.accuracy > 0.9
 
 
-def test_the_fit_against_pytorchs_loss() -> None:
-    """The gradient of the weighted squared errors + decay · |weights|² is zero, and the spread is that of examples left
-    out one by one."""
-    examples = [replace(e, reached=(e.reached[0] + 0.5 * e.values["layers"], 0.0)) for e in random_examples(24)]
-    line = fit(examples, 0.7, ONE, ONE).loss
-    x = torch.tensor([[e.values[name] for name in ONE] for e in examples], dtype=torch.float64)
-    z = (x - x.mean(0)) / x.std(0, correction=0)
-    y = torch.tensor([e.reached[0] for e in examples], dtype=torch.float64)
-    weight = torch.tensor([e.weight for e in examples], dtype=torch.float64)
-    fitted = torch.tensor([line.constant, *line.weights.values()], dtype=torch.float64, requires_grad=True)
-    loss = (weight * (fitted[0] + z @ fitted[1:] - y).square()).sum() + 0.7 * fitted[1:].square().sum()
-    loss.backward()
-    assert fitted.grad is not None and float(fitted.grad.abs().max()) < 1e-3
-    columns = torch.hstack([torch.ones(24, 1, dtype=torch.float64), z])
-    penalty = torch.diag(torch.tensor([0.0, 0.7, 0.7], dtype=torch.float64))
-    errors = []
-    for out in range(24):
-        kept = torch.arange(24) != out
-        scaled = columns[kept].T * weight[kept]
-        without = torch.linalg.solve(scaled @ columns[kept] + penalty, scaled @ y[kept])
-        errors.append(float(y[out] - columns[out] @ without))
-    distances = torch.tensor(errors, dtype=torch.float64).abs().repeat_interleave(weight.long())
-    assert line.spread == pytest.approx(1.4826 * float(distances.median()), rel=1e-4)
+def test_a_rule_says_what_the_forest_of_scikit_learn_says() -> None:
+    """Also where a fit never saw one of the outcomes."""
+    examples = [example for example in random_examples(120) if example.outcome != "target only"]
+    grown = RandomForestClassifier(7, min_samples_leaf=LEAST_RUNS, max_leaf_nodes=MOST_LEAVES, random_state=1).fit(
+        [[*example.values.values()] for example in examples], [example.outcome for example in examples],
+        [example.weight for example in examples])
+    rule = fit(examples, trees=7)
+    for example in examples:
+        theirs = dict(zip(grown.classes_, grown.predict_proba([[*example.values.values()]])[0], strict=True))
+        assert rule.probabilities(example.values) == pytest.approx(
+            {name: 0.02 + 0.94 * theirs.get(name, 0.0) for name in OUTCOMES}, abs=1e-3)
 
 
 def test_a_group_is_judged_by_a_rule_fitted_without_it() -> None:
@@ -81,12 +64,16 @@ def test_a_group_is_judged_by_a_rule_fitted_without_it() -> None:
 
     def keep(others: Any) -> VerdictRule:
         without.append({example.groups["text"] for example in others})
-        return fit(others, 1.0, ONE, ONE)
+        return fit(others, trees=5)
 
     tested = crossed(examples, "text", keep)
     assert without == [{"1", "2"}, {"0", "2"}, {"0", "1"}]
     assert len(tested.pairs) == 30  # the runs' ends alone are judged
-    assert choose(examples) in (0.1, 0.3, 1.0, 3.0)
+    modest = Judged([({"stuck": 0.6, "target only": 0.3, "translates": 0.1}, "stuck")] * 9)
+    bold = Judged([({"stuck": 0.6, "target only": 0.3, "translates": 0.1}, "translates")] * 9)
+    assert (choose([modest]), choose([bold])) == (POWERS[-1], POWERS[0])
+    assert raised(modest, 2.0).pairs[0][0] == pytest.approx({"stuck": 36 / 46, "target only": 9 / 46,
+                                                             "translates": 1 / 46})
 
 
 def sure(outcome: Outcome, probability: float) -> dict[Outcome, float]:
@@ -127,7 +114,7 @@ def test_runs_are_made_and_not_repeated(tmp_path: Path, monkeypatch: pytest.Monk
         assert [mark["update"] for mark in record["marks"]] == [22, 44, 88] and record["text"] == "toy"
         first, last = examples_of(record)  # a quarter of the updates is less than the trial
         assert last.last and not first.last and first.weight == pytest.approx(1 / 2)
-        assert last.values["budget"] > first.values["budget"] and last.reached[0] >= -0.4
+        assert last.values["budget"] > first.values["budget"]
         assert last.groups["depth"] == "up to 4" and set(last.values) == set(FEATURES)
         assert Trial(**record["trial"]).losses[0] > Trial(**record["trial"]).losses[-1]
 
@@ -155,7 +142,7 @@ def write_runs(file: Path, count: int, first: int = 0) -> None:
 def test_fit_and_judge_files(tmp_path: Path, refused: Refused) -> None:
     write_runs(tmp_path / "runs.jsonl", 48)
     text = fit_runs(tmp_path / "runs.jsonl", ship=False)
-    assert text.startswith("48 runs, 48 measured outcomes, decay ") and "held out by text: {'runs': 48" in text
+    assert text.startswith("48 runs, 48 measured outcomes, power ") and "held out by text: {'runs': 48" in text
     rule = VerdictRule.load(tmp_path / "verdict.json")
     assert rule.facts["outcomes"] == {"stuck": 16, "target only": 16, "translates": 16}
     assert rule.facts["seen"]["texts"] == ["text 0", "text 1", "text 2", "text 3"]
@@ -226,9 +213,9 @@ def test_mistakes(line: str, message: str, tmp_path: Path, monkeypatch: pytest.M
 def test_the_shipped_rule_is_fitted_on_the_shipped_runs() -> None:
     rule = VerdictRule.load()
     records = verdict_text.read_text_runs(SHIPPED_RUNS)
-    fitted = [record for record in records if key_hash(record) in set(rule.facts["fitted_on"])]
-    assert len(fitted) == rule.facts["runs"]
-    again = fit([example for record in fitted for example in examples_of(record)], rule.facts["decay"])
-    for ours, theirs in ((again.loss, rule.loss), (again.gain, rule.gain)):
-        assert ours.weights == pytest.approx(theirs.weights, abs=1e-4)
-        assert (ours.constant, ours.spread) == pytest.approx((theirs.constant, theirs.spread), abs=1e-4)
+    assert {key_hash(record) for record in records} == set(rule.facts["fitted_on"])
+    examples = [example for record in records for example in examples_of(record)]
+    again = fit(examples, rule.power)
+    assert again.spans == pytest.approx(rule.spans) and len(examples) == rule.facts["examples"]
+    for example in examples[::10]:
+        assert again.probabilities(example.values) == pytest.approx(rule.probabilities(example.values), abs=0.01)

@@ -446,7 +446,6 @@ def judge(
     best = [name for name in ranked[:1] if expected_rank(instead[name]) > expected_rank(verdict.probabilities)]
     return {
         "outcome": verdict.outcome if fp16 is None else "stuck", "probabilities": verdict.probabilities,
-        "expected": {"below the frequencies": verdict.drop, "gain": verdict.gain},
         "updates": after, "reasons": verdict.reasons, "fp16": fp16, "features": values, "trial": asdict(trial),
         "course": {number: rule.probabilities(each) for number, each in rated.items()
                    if number == after or rule.reaches(each)},

@@ -94,10 +94,7 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
 
 
 def _verdict_words(verdict: Mapping[str, Any]) -> str:
-    expected = verdict["expected"]
-    words = (f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}; expected are a "
-             f"validation loss {expected['below the frequencies']:.2f} nats below that of the tokens' frequencies, and "
-             f"{expected['gain']:.2g} nats that the source gains")
+    words = f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}"
     if verdict["fp16"]:
         words = f"predicted to fail in fp16: {verdict['fp16']} (the rule alone, {words})"
     return f"{words}; unlike the runs that the rule was fitted on" if verdict["outside"] else words
@@ -235,7 +232,8 @@ def _background(verdict: Mapping[str, Any]) -> list[str]:
             "Not tried, because time was up; --minutes gives more of it:": verdict["left out"]}),
         ("The prediction for fewer updates", {"": [
             f"after {int(number):,}: {_probabilities(rated)}" for number, rated in verdict["course"].items()]}),
-        ("What counts most in the prediction, against an average run", {"": verdict["reasons"]}),
+        ("What moves the chance to translate most, in points of a hundred, against an average run", {
+            "": verdict["reasons"]}),
     ):
         content = [f"<p>{escape(lead)}</p><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
                    for lead, items in groups.items() if items]

@@ -1,10 +1,9 @@
 """Predicts what a recipe's model will do after a number of updates: features of a short training trial, and a rule.
 
-The trial makes `TRIAL` updates of the recipe on its own text, at its own peak rate. The rule is a small JSON file that
-`studies/verdict_fit.py` writes and that comes with deepnmt: two linear regressions with their spreads. One expects how
-far the validation loss will be below that of the tokens' frequencies, the other the source's gain. From these follow
-the probabilities of the outcomes (`outcome.py`). The rule was fitted on runs of which both were measured, and records
-what these runs were like, to report where a recipe is unlike them.
+The trial makes `TRIAL` updates of the recipe on its own text, at its own peak rate. The rule is a JSON file that
+`studies/verdict_fit.py` writes and that comes with deepnmt: a random forest (Breiman 2001), which gives the
+probabilities of the outcomes (`outcome.py`). It was fitted on runs whose outcomes were measured, and records what these
+runs were like, to report where a recipe is unlike them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from deepnmt.data.batching import Stream, collate
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
-from deepnmt.extras.doctor.outcome import GAIN, MARGIN, OUTCOMES, Measured, Outcome, frequencies, measure_outcome
+from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome, frequencies, measure_outcome
 from deepnmt.extras.doctor.variants import initialisation
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
@@ -42,14 +41,14 @@ TOKENS = 256  # target tokens of each of them, at most
 _LOOKS, _LOOKED_AT = (10, 20, 30, TRIAL), 32  # after which of them the use of the source is measured; sentences
 _WARMUP = 20  # at most so many of them for the warm-up
 _END = 10  # of them make up its end
-LEAST_DROP, MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies outside counts as these
-LEAST_GAIN, MOST_GAIN = 1e-4, 3.0  # nats; what lies outside counts as these
+_LEAST_DROP, _MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies outside counts as these
+_LEAST_GAIN, _MOST_GAIN = 1e-4, 3.0  # nats; what lies outside counts as these
 _NO_GAIN = 1.25e-4  # nats; a smaller gain is none
 _FLOOR = 0.02  # no outcome is given a smaller probability
-_FORMAT, _VERSION = "deepnmt-verdict", 5
+_NOT_MEASURED = -1.0  # for a figure of the source that a trial lacks: those of the oldest runs
+_FORMAT, _VERSION = "deepnmt-verdict", 6
 
-# What each feature is, in words; of `LOGARITHMS` its logarithm to base 10 is taken. A rule may also use products, as
-# in `a*b`.
+# What each feature is, in words; of `LOGARITHMS` its logarithm to base 10 is taken.
 FEATURES: dict[str, str] = {
     "trial_loss": "validation loss after the trial, below that of the tokens' frequencies, nats a token",
     "trial_norm": "gradient norm over the last 10 updates of the trial",
@@ -61,21 +60,21 @@ FEATURES: dict[str, str] = {
     "budget": "learning rates of all updates, summed, over those of the trial",
     "updates": "updates",
     "length": "target tokens of a sentence",
+    "frequencies": "loss of the tokens' frequencies, nats a token",
     "width": "model width",
     "layers": "layers of both stacks",
     "batch": "target tokens of an update",
+    "seen": "target tokens of all updates",
+    "encoder_common": "share of one common vector in the encoder's output after the trial",
+    "decoder_common": "share of one common vector in the decoder's output after the trial",
+    "attention": "how even cross-attention is after the trial (1: entirely)",
 }
+# Those of `SourceUse`, by feature.
+_SOURCE = {"encoder_common": "encoder_common", "decoder_common": "decoder_common",
+           "attention": "cross_attention_entropy"}
 # Those that are logarithms; shown without the log.
-LOGARITHMS = {"trial_norm", "uneven", "trial_gain", "rate", "budget", "updates", "length", "width", "layers", "batch"}
-
-
-def describe(name: str) -> str:
-    """A feature in words, for a reader."""
-    return " × ".join(FEATURES[part] for part in name.split("*"))
-
-
-def _values_of(name: str, values: Mapping[str, float]) -> str:
-    return " of " + " × ".join(format_value(part, values[part]) for part in name.split("*"))
+LOGARITHMS = {"trial_norm", "uneven", "trial_gain", "rate", "budget", "updates", "length", "width", "layers", "batch",
+              "seen"}
 
 
 def format_value(name: str, value: float) -> str:
@@ -184,8 +183,9 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
     norms, losses = trial.norms[-_END:], trial.losses[-_END - 1:]
     finite = math.isfinite(trial.own + trial.shuffled + sum(trial.losses) + sum(norms))
     gain = trial.shuffled - trial.own if finite else 0.0
+    use = trial.source[-1] if trial.source else {}
     return {
-        "trial_loss": _drop(trial.frequencies - trial.own) if finite else LEAST_DROP,
+        "trial_loss": _drop(trial.frequencies - trial.own) if finite else _LEAST_DROP,
         "trial_norm": math.log10(max(fmean(norms), 1e-3)) if finite else 1.0,
         "uneven": math.log10(max(fmean(abs(b - a) for a, b in pairwise(losses)), 1e-3)) if finite else 0.0,
         "trial_gain": math.log10(_gain(gain)),
@@ -195,26 +195,26 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
         "budget": math.log10(max(rates / trial.rates, 1e-6)),
         "updates": math.log10(updates),
         "length": math.log10(trial.length),
+        "frequencies": trial.frequencies,
         "width": math.log10(recipe.model.shape("decoder").width),
         "layers": math.log10(recipe.model.encoder.layers + recipe.model.decoder.layers),
         "batch": math.log10(tokens),
+        "seen": math.log10(updates * tokens),
+        **{name: _share(use.get(figure, _NOT_MEASURED)) for name, figure in _SOURCE.items()},
     }
 
 
-def targets(measured: Measured) -> tuple[float, float]:
-    """What the rule expects of a measured outcome: nats below the frequencies, and the gain's logarithm; both within
-    limits, and the least of them for what is not finite."""
-    finite = math.isfinite(measured.own + measured.shuffled)
-    return (_drop(measured.frequencies - measured.own) if finite else LEAST_DROP,
-            math.log10(_gain(measured.gain if finite else 0.0)))
+def _share(value: float) -> float:
+    """A share; 1, as of a collapsed model, where it is not a number."""
+    return value if math.isfinite(value) else 1.0
 
 
 def _drop(value: float) -> float:
-    return min(max(value, LEAST_DROP), MOST_DROP)
+    return min(max(value, _LEAST_DROP), _MOST_DROP)
 
 
 def _gain(value: float) -> float:
-    return min(max(value, LEAST_GAIN), MOST_GAIN)
+    return min(max(value, _LEAST_GAIN), _MOST_GAIN)
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -227,92 +227,90 @@ class Verdict:
     Attributes:
         outcome: the most probable one.
         probabilities: of each outcome.
-        drop, gain: the expected nats below the frequencies, and the expected gain of the source in nats; neither is
-            outside the limits that the rule was fitted with.
-        reasons: the features by the size of their contributions, the largest first, in words.
+        reasons: the features that move the chance to translate most, the largest first, in words.
         outside: features beyond the range of the runs that the rule was fitted on, in words.
     """
 
     outcome: Outcome
     probabilities: dict[Outcome, float]
-    drop: float
-    gain: float
     reasons: list[str]
     outside: list[str]
 
 
 @dataclass(frozen=True)
-class Line:
-    """A linear regression: constant + Σ weight · (x - centre) / scale, by feature or product of features.
+class Node:
+    """A node of a tree.
 
     Attributes:
-        spread: the standard deviation of what a run had about what was expected of it, for runs not fitted on; from
-            their median distance.
+        shares: of each outcome among the runs of the fit that came here, in the order of `OUTCOMES`.
+        feature: the one that divides them; None for a leaf.
+        threshold: of that feature. Runs with this value or less went to the node of number `low`, the others to `high`.
     """
 
-    constant: float
-    weights: dict[str, float]
-    centre: dict[str, float]
-    scale: dict[str, float]
-    spread: float
+    shares: list[float]
+    feature: str | None = None
+    threshold: float = 0.0
+    low: int = 0
+    high: int = 0
 
-    def contributions(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Each feature's term."""
-        return {name: weight * (math.prod(values[part] for part in name.split("*")) - self.centre[name])
-                / self.scale[name] for name, weight in self.weights.items()}
 
-    def expected(self, values: Mapping[str, float]) -> float:
-        """The value of the line."""
-        return self.constant + sum(self.contributions(values).values())
+Tree = list[Node]  # the first is the root
 
-    def below(self, mark: float, values: Mapping[str, float]) -> float:
-        """The probability of ending below the mark, by a logistic distribution."""
-        z = math.pi / math.sqrt(3) * (mark - self.expected(values)) / self.spread
-        return 1 / (1 + math.exp(-min(max(z, -40.0), 40.0)))
+
+def path(tree: Tree, values: Mapping[str, float]) -> list[Node]:
+    """The nodes from the root to the leaf that the features lead to."""
+    nodes = [tree[0]]
+    while (feature := nodes[-1].feature) is not None:
+        below = values[feature] <= nodes[-1].threshold
+        nodes.append(tree[nodes[-1].low if below else nodes[-1].high])
+    return nodes
 
 
 @dataclass(frozen=True)
 class VerdictRule:
-    """A rule that predicts an outcome from features, fitted on runs.
-
-    A model is stuck if its validation loss is not `MARGIN` below that of the frequencies. One that is not stuck
-    translates if the source's gain is `GAIN` or more.
+    """A rule that predicts an outcome from features: a random forest fitted on runs.
 
     Attributes:
-        loss: expects how far the validation loss is below that of the tokens' frequencies, in nats.
-        gain: expects the logarithm of the source's gain in nats.
+        trees: of the forest.
+        power: the mean of the trees' shares is raised to it and divided by its sum. A forest says too little of what it
+            knows, and a power above 1 mends that.
         spans: by feature, its smallest and largest value among the runs. Values are clipped to it.
         facts: the runs it was fitted on, and how right it was on runs that it was not fitted on.
     """
 
-    loss: Line
-    gain: Line
+    trees: list[Tree]
+    power: float
     spans: dict[str, list[float]]
     facts: dict[str, Any] = field(default_factory=dict)
 
     def probabilities(self, values: Mapping[str, float]) -> dict[Outcome, float]:
         """The probability of each outcome for a model with these features, none below `_FLOOR`."""
         clipped = self._clipped(values)
-        stuck = self.loss.below(MARGIN, clipped)
-        translates = (1 - stuck) * (1 - self.gain.below(math.log10(GAIN), clipped))
-        plain: dict[Outcome, float] = {"stuck": stuck, "target only": 1 - stuck - translates, "translates": translates}
-        return {outcome: _FLOOR + (1 - len(plain) * _FLOOR) * value for outcome, value in plain.items()}
+        leaves = [path(tree, clipped)[-1].shares for tree in self.trees]
+        raised = [fmean(shares) ** self.power for shares in zip(*leaves, strict=True)]
+        return {outcome: _FLOOR + (1 - len(OUTCOMES) * _FLOOR) * value / sum(raised)
+                for outcome, value in zip(OUTCOMES, raised, strict=True)}
 
     def judge(self, values: Mapping[str, float]) -> Verdict:
         """The verdict with its reasons."""
-        probabilities, clipped = self.probabilities(values), self._clipped(values)
-        contributions = [(contribution, name, contribution * factor, words) for line, factor, words in (
-            (self.loss, 1.0, "{:+.2f} nats of the loss below the frequencies"),
-            (self.gain, 1.0, "{:+.2f} powers of ten of the source's gain"))
-            for name, contribution in line.contributions(clipped).items()]
-        reasons = [f"{describe(name)}{_values_of(name, values)}: {words.format(shown)}"
-                   for contribution, name, shown, words in sorted(contributions, key=lambda item: -abs(item[0]))
-                   if abs(contribution) >= 0.05]
-        outside = [f"{describe(name)} is {format_value(name, values[name])}; the runs had {format_value(name, low)} to "
+        probabilities, moves = self.probabilities(values), self.contributions(values)
+        reasons = [f"{FEATURES[name]} of {format_value(name, values[name])}: {100 * moves[name]:+.0f} points"
+                   for name in sorted(moves, key=lambda name: -abs(moves[name])) if abs(moves[name]) >= 0.02]
+        outside = [f"{FEATURES[name]} is {format_value(name, values[name])}; the runs had {format_value(name, low)} to "
                    f"{format_value(name, high)}, and the nearest of these is taken"
                    for name, (low, high) in self.spans.items() if not low - 1e-9 <= values[name] <= high + 1e-9]
-        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, _drop(self.loss.expected(clipped)),
-                       _gain(10 ** self.gain.expected(clipped)), reasons, outside)
+        return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, reasons, outside)
+
+    def contributions(self, values: Mapping[str, float]) -> dict[str, float]:
+        """By feature, how much it moves the share that translates: the sum of its steps along the paths, the mean over
+        the trees (Saabas 2014, Interpreting random forests)."""
+        clipped = self._clipped(values)
+        moves: dict[str, float] = {}
+        for tree in self.trees:
+            for node, following in pairwise(path(tree, clipped)):
+                step = following.shares[-1] - node.shares[-1]
+                moves[node.feature or ""] = moves.get(node.feature or "", 0.0) + step / len(self.trees)
+        return moves
 
     def reaches(self, values: Mapping[str, float]) -> bool:
         """Whether the runs had as many updates and as large a budget as these features, or more. A longer training is
@@ -348,38 +346,46 @@ class VerdictRule:
         """The features, clipped to the range of the runs."""
         return {name: min(max(values[name], low), high) for name, (low, high) in self.spans.items()}
 
-    def save(self, path: Path) -> None:
+    def save(self, file: Path) -> None:
         """Writes JSON. Raises `UserError` if it cannot."""
-        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        trees = [[[node.shares, *([node.feature, node.threshold, node.low, node.high] if node.feature else [])]
+                  for node in tree] for tree in self.trees]
+        content = {"format": _FORMAT, "version": _VERSION, "facts": self.facts, "spans": self.spans,
+                   "power": self.power, "trees": trees}
         try:
-            path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
         except OSError as error:
-            way = "remove --ship" if path == SHIPPED else "put the runs into a folder that you can write to"
-            raise UserError(f"verdict rule {path} cannot be written ({error.strerror}); {way}") from None
+            way = "remove --ship" if file == SHIPPED else "put the runs into a folder that you can write to"
+            raise UserError(f"verdict rule {file} cannot be written ({error.strerror}); {way}") from None
 
     @classmethod
-    def load(cls, path: Path = SHIPPED) -> VerdictRule:
+    def load(cls, file: Path = SHIPPED) -> VerdictRule:
         """Reads a rule.
 
         Raises:
             UserError: the file is missing, or it is not a rule of this version.
         """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
             if content.pop("format") != _FORMAT or content.pop("version") != _VERSION:
                 raise KeyError
-            rule = cls(Line(**content.pop("loss")), Line(**content.pop("gain")), **content)
-            used = {part for line in (rule.loss, rule.gain) for name in line.weights for part in name.split("*")}
-            if any(line.weights.keys() - each.keys() for line in (rule.loss, rule.gain)
-                   for each in (line.centre, line.scale)) or used - rule.spans.keys():
+            trees = [[Node(*node) for node in tree] for tree in content.pop("trees")]
+            rule = cls(trees, **content)
+            used = {node.feature for tree in trees for node in tree if node.feature is not None}
+            if used - rule.spans.keys() or not all(trees):
                 raise KeyError
+            for tree in trees:
+                for number, node in enumerate(tree):
+                    inside = node.feature is None or (number < node.low < len(tree) and number < node.high < len(tree))
+                    if len(node.shares) != len(OUTCOMES) or not inside:
+                        raise KeyError
         except OSError as error:
-            raise UserError(f"verdict rule {path} cannot be read ({error.strerror}); fit one with "
+            raise UserError(f"verdict rule {file} cannot be read ({error.strerror}); fit one with "
                             "python -m studies verdict-runs fit") from None
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise UserError(f"{path} is not a verdict rule of version {_VERSION}; fit one with python -m studies "
+            raise UserError(f"{file} is not a verdict rule of version {_VERSION}; fit one with python -m studies "
                             "verdict-runs fit") from None
         if unknown := [name for name in rule.spans if name not in FEATURES]:
-            raise UserError(f"{path} has unknown features: {', '.join(unknown)}; known: {', '.join(FEATURES)}; fit a "
+            raise UserError(f"{file} has unknown features: {', '.join(unknown)}; known: {', '.join(FEATURES)}; fit a "
                             "new rule with python -m studies verdict-runs fit")
         return rule

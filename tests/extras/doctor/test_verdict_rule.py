@@ -20,65 +20,55 @@ from deepnmt.extras.doctor.outcome import Measured, frequencies, guess, measure_
 from deepnmt.extras.doctor.variants import fresh_model
 from deepnmt.extras.doctor.verdict import (
     FEATURES,
-    LEAST_DROP,
-    LEAST_GAIN,
-    MOST_DROP,
-    MOST_GAIN,
     TRIAL,
-    Line,
+    Node,
     Trial,
     VerdictRule,
     features,
+    path,
     run_trial,
-    targets,
     trial_rates,
 )
 from deepnmt.tokens import PAD
 
 CPU = torch.device("cpu")
-LOSS = Line(0.5, {"budget": 0.3, "layers": -0.1, "budget*layers": 0.2},
-            {"budget": 1.0, "layers": 0.0, "budget*layers": 0.5}, {"budget": 2.0, "layers": 1.0, "budget*layers": 0.5},
-            0.4)
-GAIN = Line(-2.0, {"budget": 0.5}, {"budget": 0.0}, {"budget": 1.0}, 0.6)
-RULE = VerdictRule(LOSS, GAIN, {"budget": [-4.0, 3.0], "layers": [0.0, 2.0]}, {"runs": 9})
+# Two trees: what follows from the budget alone, and from the layers and then the budget.
+FIRST = [Node([0.2, 0.5, 0.3], "budget", 1.0, 1, 2), Node([0.4, 0.6, 0.0]), Node([0.0, 0.4, 0.6])]
+SECOND = [Node([0.2, 0.4, 0.4], "layers", 1.0, 1, 4), Node([0.0, 0.5, 0.5], "budget", 2.5, 2, 3), Node([0.0, 0.8, 0.2]),
+          Node([0.0, 0.2, 0.8]), Node([0.5, 0.3, 0.2])]
+RULE = VerdictRule([FIRST, SECOND], 2.0, {"budget": [-4.0, 3.0], "layers": [0.0, 2.0]}, {"runs": 9})
 TRIED = Trial([3.0] * TRIAL, [9.0] * 30 + [0.1] * 10, 4.0, 4.01, 5.0, 0.25, 20.0, 100.0, 9000.0)
 
 
-def logistic(z: float) -> float:
-    return 1 / (1 + math.exp(-math.pi / math.sqrt(3) * z))
-
-
 def test_rule_by_hand(tmp_path: Path) -> None:
-    values = {"budget": 2.0, "layers": 1.5}
-    drop, gain = 0.5 + 0.3 * 0.5 - 0.1 * 1.5 + 0.2 * (3.0 - 0.5) / 0.5, -2.0 + 0.5 * 2.0
-    assert (LOSS.expected(values), GAIN.expected(values)) == pytest.approx((drop, gain))
-    stuck, reads = logistic((0.1 - drop) / 0.4), 1 - logistic((math.log10(0.2) - gain) / 0.6)
-    plain = {"stuck": stuck, "target only": (1 - stuck) * (1 - reads), "translates": (1 - stuck) * reads}
-    assert sum(plain.values()) == pytest.approx(1)
-    assert RULE.probabilities(values) == pytest.approx({name: 0.02 + 0.94 * p for name, p in plain.items()})
-    verdict = RULE.judge({"budget": 5.0, "layers": 1.5})  # the budget is clipped to 3
-    assert verdict.probabilities == RULE.probabilities({"budget": 3.0, "layers": 1.5})
-    assert verdict.outcome == "translates" and verdict.gain == pytest.approx(10**-0.5)
-    assert verdict.drop == pytest.approx(0.5 + 0.3 - 0.15 + 0.2 * (4.5 - 0.5) / 0.5)
+    values = {"budget": 1.0, "layers": 1.5}  # a value on a threshold is low
+    assert path(FIRST, values) == [FIRST[0], FIRST[1]] and path(SECOND, values) == [SECOND[0], SECOND[4]]
+    means = {"stuck": 0.45, "target only": 0.45, "translates": 0.1}
+    total = sum(share**2 for share in means.values())
+    assert RULE.probabilities(values) == pytest.approx({
+        name: 0.02 + 0.94 * share**2 / total for name, share in means.items()})
+    verdict = RULE.judge({"budget": 5.0, "layers": 0.5})  # the budget is clipped to 3
+    assert verdict.probabilities == RULE.probabilities({"budget": 3.0, "layers": 0.5})
+    assert verdict.outcome == "translates" and sum(verdict.probabilities.values()) == pytest.approx(1)
     assert verdict.outside == [
         "learning rates of all updates, summed, over those of the trial is 100,000; the runs had 0.0001 to 1,000, and "
         "the nearest of these is taken"]
-    rates = "learning rates of all updates, summed, over those of the trial"
-    assert verdict.reasons == [
-        f"{rates} × layers of both stacks of 100,000 × 32: +1.60 nats of the loss below the frequencies",
-        f"{rates} of 100,000: +1.50 powers of ten of the source's gain",
-        f"{rates} of 100,000: +0.30 nats of the loss below the frequencies",
-        "layers of both stacks of 32: -0.15 nats of the loss below the frequencies"]
+    assert verdict.reasons == [  # (0.3 + 0.3) / 2 and 0.1 / 2
+        "learning rates of all updates, summed, over those of the trial of 100,000: +30 points",
+        "layers of both stacks of 3.2: +5 points"]
     RULE.save(tmp_path / "rule.json")
     assert VerdictRule.load(tmp_path / "rule.json") == RULE
 
 
-def test_nothing_impossible_is_expected() -> None:
-    """Straight lines leave what a loss and a gain can be; the verdict stays in the limits of the fit."""
-    for size, drop, gain in ((99.0, MOST_DROP, MOST_GAIN), (-99.0, LEAST_DROP, LEAST_GAIN)):
-        line = Line(size, {}, {}, {}, 1.0)
-        verdict = VerdictRule(line, line, {}).judge({})
-        assert (verdict.drop, verdict.gain) == (drop, gain)
+def test_the_reasons_add_up(prepared: Path) -> None:
+    """With all of them the share of the average run becomes that of this one."""
+    rule = VerdictRule.load()
+    recipe = load_recipe(prepared / "recipe.yaml", [])
+    values = features(TRIED, recipe, 300)
+    start = np.mean([tree[0].shares[-1] for tree in rule.trees])
+    end = np.mean([path(tree, values)[-1].shares[-1] for tree in replace(rule, spans={}).trees])
+    assert start + sum(replace(rule, spans={name: [-9, 9] for name in FEATURES}).contributions(values).values()) \
+        == pytest.approx(end)
 
 
 def test_longer_than_any_run_of_the_fit() -> None:
@@ -117,13 +107,16 @@ def test_the_shipped_rule_knows_which_settings_no_run_had(setting: str) -> None:
     assert any(line.startswith(f"{key} is ") and "; the runs had " in line for line in new), new
 
 
-HEAD = '{"format": "deepnmt-verdict", "version": 5, "spans": {}, "gain": {}, '
-LINE = '{"constant": 1, "weights": {"budget": 1}, "centre": {}, "scale": {}, "spread": 1}'
+def rule_text(trees: str, version: int = 6) -> str:
+    return (f'{{"format": "deepnmt-verdict", "version": {version}, "power": 1, "spans": {{"budget": [0, 1]}}, '
+            f'"trees": {trees}}}')
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", "7", '"rule"', '{"format": "deepnmt-verdict", "version": 4}',
-                                  HEAD + '"loss": {}}', HEAD.replace("{}, ", f"{LINE}, ") + f'"loss": {LINE}}}',
-                                  HEAD + '"loss": []}', None])
+@pytest.mark.parametrize("text", [
+    "{}", "no json", "7", '"rule"', rule_text("[[[[0, 0, 1]]]]", 5), rule_text("{}")[:-1], rule_text("7"),
+    rule_text("[[]]"), rule_text("[[[[0, 1]]]]"), rule_text('[[[[0, 0, 1], "layers", 1, 1, 1], [[0, 0, 1]]]]'),
+    rule_text('[[[[0, 0, 1], "budget", 1, 0, 1], [[0, 0, 1]]]]'), rule_text('[[[[0, 0, 1], "budget", 1, 1, 2]]]'),
+    None])
 def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "rule.json"
     if text is not None:
@@ -133,8 +126,8 @@ def test_faulty_rule_files(tmp_path: Path, text: str | None) -> None:
 
 
 def test_a_rule_with_an_unknown_feature(tmp_path: Path) -> None:
-    odd = Line(1.0, {"mood": 1.0}, {"mood": 0.0}, {"mood": 1.0}, 1.0)
-    VerdictRule(odd, odd, {"mood": [0.0, 1.0]}).save(tmp_path / "rule.json")
+    odd = [Node([0.0, 0.0, 1.0], "mood", 0.5, 1, 1), Node([0.0, 0.0, 1.0])]
+    VerdictRule([odd], 1.0, {"mood": [0.0, 1.0]}).save(tmp_path / "rule.json")
     with pytest.raises(UserError, match="unknown features: mood; known: trial_loss"):
         VerdictRule.load(tmp_path / "rule.json")
 
@@ -146,23 +139,21 @@ def test_features_by_hand(prepared: Path) -> None:
     layers = recipe.model.encoder.layers + recipe.model.decoder.layers
     expected = {
         "trial_loss": 1.0, "trial_norm": -1.0, "uneven": -3.0, "rate": -2.0, "trial_gain": -2.0,
-        "below": 1.0, "blind": 0.0, "updates": math.log10(2), "length": math.log10(20),
+        "below": 1.0, "blind": 0.0, "updates": math.log10(2), "length": math.log10(20), "frequencies": 5.0,
         "budget": math.log10((0.0075 + 0.005) / 0.25), "width": math.log10(recipe.model.width),
-        "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2)}
+        "layers": math.log10(layers), "batch": math.log10(100 * 3 * 2), "seen": math.log10(2 * 100 * 3 * 2),
+        "encoder_common": -1.0, "decoder_common": -1.0, "attention": -1.0}  # not measured
     assert values == pytest.approx(expected, abs=1e-6) and set(values) == set(FEATURES)
     zigzag = features(replace(TRIED, losses=[3.0, 3.1] * (TRIAL // 2)), recipe, 2, data_world=2)
     assert zigzag == pytest.approx({**expected, "uneven": -1.0}, abs=1e-6)
     broken = features(replace(TRIED, losses=[math.nan] * TRIAL), recipe, 2, data_world=2)
     assert broken == pytest.approx({**expected, "trial_loss": -0.4, "trial_norm": 1.0, "uneven": 0.0,
                                     "trial_gain": -4.0, "below": 0.0, "blind": 1.0}, abs=1e-6)
+    use = {"update": 40, "encoder_common": 0.3, "decoder_common": math.nan, "cross_attention_entropy": 0.9}
+    seen = features(replace(TRIED, source=[{}, use]), recipe, 2, data_world=2)
+    assert seen == pytest.approx({**expected, "encoder_common": 0.3, "decoder_common": 1.0, "attention": 0.9}, abs=1e-6)
     worse = features(replace(TRIED, own=9.0, shuffled=9.0001), recipe, 2, data_world=2)
     assert (worse["trial_loss"], worse["trial_gain"], worse["below"], worse["blind"]) == (-0.4, -4.0, 0.0, 1.0)
-
-
-def test_what_the_regressions_are_to_expect() -> None:
-    assert targets(Measured(4.0, 4.1, 5.0)) == pytest.approx((1.0, -1.0))
-    assert targets(Measured(9.0, 9.0, 5.0)) == (-0.4, -4.0) == targets(Measured(math.nan, 1.0, 5.0))
-    assert targets(Measured(1.0, 9.0, 5.0)) == pytest.approx((2.5, math.log10(3)))
 
 
 def test_a_trial_trains_the_recipe(prepared: Path) -> None:
