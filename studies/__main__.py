@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deepnmt import arguments
 from deepnmt.arguments import given, parse, positive
@@ -144,7 +145,7 @@ def verdict_runs(words: list[str]) -> None:
         print(propose_all(args.failed, args.runs, args.count or 10, args.seed, args.data))
     else:
         use_threads(1)
-        asked = {"blocks": tuple(args.blocks), "depths": tuple(args.depths), "texts": tuple(args.texts)}
+        asked: dict[str, Any] = {"blocks": tuple(args.blocks), "depths": tuple(args.depths), "texts": tuple(args.texts)}
         choice = replace(CHOICES[args.kind], **{name: values for name, values in asked.items() if values})
         left = run_all(draw(args.count or 80, args.seed, choice, args.data), args.runs, tuple(args.share))
         print(f"{left} runs left" if left else "all runs done")
