@@ -257,7 +257,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "dropout"]),
     ({"plugins": ["gone.py"]},
      ["plugins: there is no file gone.py; give the path of a plug-in"]),
-    ({"task": "speech"}, ["task: is 'speech', must be one of ..."]),
+    ({"task": "singing"}, ["task: is 'singing', must be one of ..."]),
     ({"train": {"updates": 10, "guided_alignment": 0.05}},
      ["train.guided_alignment (0.05) needs word alignments; name their files in data.train.alignments, or set "
       "train.guided_alignment to 0"]),
