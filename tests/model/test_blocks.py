@@ -173,14 +173,13 @@ def formula(block: str, x: Stream, f: list[nn.Linear], rule: Block, side: Side) 
 
 
 def test_the_tables_of_the_page_have_a_row_for_each_block() -> None:
-    """Two that are written from the facts, and the one of fp16, whose second column is whether it folds."""
+    """Two that are written from the facts; and the page says which blocks fold."""
     page = (Path(__file__).parents[2] / "docs" / "reference" / "blocks.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", page, flags=re.MULTILINE)
-    assert all([name for name, _ in rows].count(block) >= 3 for block in BLOCKS)
-    fp16 = page.partition("| block | folds |")[2].partition("\n\n")[0]
-    folds = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", fp16, flags=re.MULTILINE))
-    assert {name: cell == "yes" for name, cell in folds.items()} == {
-        name: row.rewritable for name, row in config.choices.BLOCKS.items()}
+    names = re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert all(names.count(block) >= 2 for block in BLOCKS)
+    sentence = " ".join(page.split()).partition("into `RUN/folded`. It takes")[2].partition(".")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == {
+        name for name, row in config.choices.BLOCKS.items() if row.rewritable}
 
 
 @pytest.mark.parametrize("side", SIDES)
