@@ -10,6 +10,7 @@ command calls is imported once its arguments have been checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
@@ -93,5 +94,6 @@ def task_named(words: Sequence[str]) -> str:
         if file.is_dir():
             file /= "recipe.yaml"
         if not word.startswith("-") and file.suffix in (".yaml", ".yml") and file.is_file():
-            return str(read_tree(file).get("task", Recipe.default("task")))
+            with suppress(UserError):  # which the command says when it reads the file
+                return str(read_tree(file).get("task", Recipe.default("task")))
     return ""

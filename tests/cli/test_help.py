@@ -150,6 +150,8 @@ def workplace(prepared: Path, tmp_path: Path) -> Path:
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     (tmp_path / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
     (tmp_path / "begin.txt").write_text("der\n\n\n", encoding="utf-8")
+    with xopen(tmp_path / "in.de.zst", "w", threads=0) as stream:
+        stream.write("the old dog sees the house\n\nthe cat sleeps\n")
     (tmp_path / "contrastive.tsv").write_text("the cat sleeps\tdie Katze schläft\n", encoding="utf-8")
     for name in ("test.en", "test.de"):
         shutil.copy(prepared / "text" / name, tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from installed import environment
+from xopen import xopen
 
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
@@ -106,6 +107,9 @@ def place(prepared: Path, tmp_path: Path) -> Path:
     (tmp_path / "my.yaml").write_text(recipe.replace("beam: 2", "beam: 5"), encoding="utf-8")
     (tmp_path / "in.txt").write_text("the old dog sees the house\n\nthe cat sleeps\n", encoding="utf-8")
     (tmp_path / "begin.txt").write_text("der\n\n\n", encoding="utf-8")
+    with xopen(tmp_path / "mono.de.zst", "w", threads=0) as stream:
+        stream.write("the old dog sees the house\n\nthe cat sleeps\n")
+    (tmp_path / "people.txt").write_text("der alte Hund sieht das Haus\n\ndie Katze schläft\n", encoding="utf-8")
     sides = [read_lines(prepared / "text" / f"train.{lang}") for lang in ("de", "en")]
     (tmp_path / "all.tsv").write_text("".join(f"{de}\t{en}\n" for de, en in zip(*sides)), encoding="utf-8")
     return tmp_path

@@ -61,8 +61,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 def write_rule(folder: Path, learns: bool) -> str:
     """The file of a rule: a model that learns translates after many updates."""
-    few, some, many = ([0.0, 1.0, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]) if learns else [[1.0, 0.0, 0.0]] * 3
-    tree = [Node(some, "budget", 0.6, 1, 2), Node(few), Node(some, "budget", 1.2, 3, 4), Node(some), Node(many)]
+    few, some, many = ([0.0, 1.0, 0.0], [0.0, 0.3, 0.7], [0.0, 0.1, 0.9]) if learns else [[1.0, 0.0, 0.0]] * 3
+    tree = [Node(some, "budget", 0.4, 1, 2), Node(few), Node(some, "budget", 1.2, 3, 4), Node(some), Node(many)]
     VerdictRule([tree], 1.0, {"budget": [-3.0, 3.0]}, {
         "runs": 9, "held_out": {"text": 0.8, "block": 0.9}, "outcomes": {"stuck": 4, "target only": 5}}).save(
         folder / "rule.json")
@@ -429,7 +429,7 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
         ("diagnose admin.profile=omega.json admin.tokens=99",
          "admin.tokens=99 has no effect here because the profile is read from admin.profile (omega.json); remove"),
         (f"train {plain} admin.tokens=99",
-         "admin.tokens=99 has no effect here because model.encoder.block is b2t and model.decoder.block pre_ln, n"),
+         "admin.tokens=99 has no effect here because model.encoder.block is b2t and model.decoder.block is pre_ln, n"),
         (f'train {plain} admin={{"input_variance":one}}',
          "admin.input_variance=one has no effect here because model.encoder.block is b2t and "),
         (f"train {plain} admin.method=separate", "admin.method=separate has no effect here because "),

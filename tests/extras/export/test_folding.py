@@ -201,7 +201,7 @@ def test_training_mode_does_not_change_either() -> None:
 
 def test_what_cannot_be_folded_is_rejected() -> None:
     model = shapes("b2t", "pre_ln")
-    with user_error(r"^model.encoder.block is b2t and model.decoder.block pre_ln, but only"):
+    with user_error(r"^model.encoder.block is b2t and model.decoder.block is pre_ln, but only"):
         fold_weights(dict(as_trained(model).named_parameters()), model)
     model = shapes("b2t", "admin")
     module = as_trained(model)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 import wave
 from collections.abc import Sequence
 from pathlib import Path
@@ -298,13 +299,15 @@ def test_a_run_resumes_to_the_bit(prepared: Path) -> None:
 
 
 def killed(file: str, run: str) -> int:
-    """Runs in a process of its own: kills it while it makes the micro-batch of update 7."""
+    """Runs in a process of its own: kills it while it makes the micro-batch of update 7, once there is a checkpoint."""
     collate, made = SpeechStream.collate, 0
 
     def until(*arguments: Any) -> Batch:
         nonlocal made
         made += 1
         if made == 7:
+            while newest_checkpoint(Path(run) / "checkpoints") is None:  # written in the background
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
         return collate(*arguments)
 
