@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 _HOME = Path(__file__).parent
-SCHEMA = _HOME / "config" / "recipe.schema.json"  # of a recipe, for editors; written by docs/generate.py
+# The schema of a recipe, for editors; a task with sections of its own has another. docs/generate.py writes them.
+SCHEMA = _HOME / "config" / "recipe.schema.json"
 
 
 def find_shipped(path: str | Path) -> Path:
@@ -22,14 +23,22 @@ def find_shipped(path: str | Path) -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
+def task_of(recipe: str) -> str:
+    """The task that the text of a recipe names."""
+    found = re.search(r"^task: *(\w+)", recipe, flags=re.MULTILINE)
+    return found[1] if found else "translation"
+
+
+def schema_of(task: str) -> Path:
+    """The schema of a task's recipes."""
+    own = _HOME / "tasks" / task / SCHEMA.name
+    return own if own.is_file() else SCHEMA
+
+
 def tasks_of_recipes() -> dict[str, str]:
     """The names of all recipes, each with its task."""
     home = _HOME / "recipes"
-    tasks = {}
-    for name in shipped_recipes():
-        found = re.search(r"^task: *(\w+)", (home / f"{name}.yaml").read_text(encoding="utf-8"), flags=re.MULTILINE)
-        tasks[name] = found[1] if found else "translation"
-    return tasks
+    return {name: task_of((home / f"{name}.yaml").read_text(encoding="utf-8")) for name in shipped_recipes()}
 
 
 def shipped_recipes() -> dict[str, str]:

@@ -25,7 +25,7 @@ and in it are
 - `commands`, if it has some of its own: as those of a visitor. Several tasks may have one of the same name; the recipe
   decides.
 - `settings`, if its recipes have other sections than those of translation: `RECIPE`, a subclass of `config.Recipe`. It
-  imports no torch.
+  imports no torch. `docs/generate.py` writes their schema, `recipe.schema.json`, beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What follows from the code: `python docs/generate.py` writes the table of blocks and the recipe's schema.
+"""What follows from the code: `python docs/generate.py` writes the table of blocks and the schemas of recipes.
 
 The tables of settings and the commands' `--help` are in no file: conf.py puts them into their pages of the site.
 """
@@ -28,6 +28,8 @@ from deepnmt.cli import COMMANDS, main  # noqa: E402
 from deepnmt.config.choices import BLOCKS, BlockFacts  # noqa: E402
 from deepnmt.config.sections import Recipe, Section  # noqa: E402
 from deepnmt.shipped import SCHEMA  # noqa: E402
+from deepnmt.version import PACKAGE  # noqa: E402
+from deepnmt.visitors import task_modules  # noqa: E402
 from studies import __main__ as studies  # noqa: E402
 from studies.draw_blocks import blocks_picture  # noqa: E402
 
@@ -158,9 +160,16 @@ def _fenced(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
-def recipe_schema() -> str:
-    """The JSON schema of a recipe, with which editors complete and check settings."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+def schemas() -> dict[Path, str]:
+    """The JSON schemas of recipes, with which editors complete and check settings: that of translation, and one for
+    each task whose recipes have sections of their own."""
+    own = {PACKAGE / "tasks" / module.__name__.split(".")[-2] / SCHEMA.name: module.RECIPE
+           for module in task_modules("settings")}
+    return {file: _schema(recipe) for file, recipe in {SCHEMA: Recipe, **own}.items()}
+
+
+def _schema(recipe: type[Recipe]) -> str:
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **recipe.model_json_schema()}
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -188,7 +197,7 @@ def blocks_page() -> str:
 
 def generated() -> dict[Path, str]:
     """Every file that this one writes, or a table in it."""
-    return {REFERENCE / "blocks.md": blocks_page(), PICTURES / "blocks.svg": blocks_picture(), SCHEMA: recipe_schema()}
+    return {REFERENCE / "blocks.md": blocks_page(), PICTURES / "blocks.svg": blocks_picture(), **schemas()}
 
 
 # Pages of the site, and what stands in them in place of the line that begins so.

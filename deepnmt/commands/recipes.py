@@ -7,7 +7,7 @@ from pathlib import Path
 from deepnmt.arguments import plain_parser
 from deepnmt.commands import RECIPES, Command
 from deepnmt.errors import UserError, nearest
-from deepnmt.shipped import SCHEMA, find_shipped, shipped_recipes, tasks_of_recipes
+from deepnmt.shipped import find_shipped, schema_of, shipped_recipes, task_of, tasks_of_recipes
 from deepnmt.visitors import task_lines
 
 
@@ -35,7 +35,7 @@ def copy(words: list[str]) -> None:
     parser = plain_parser(
         "copy",
         "Copies a recipe that comes with deepnmt, so that you can change it. In front of it stands a line that tells\n"
-        "editors with YAML support where the schema of recipes is, so that they complete and check settings.",
+        "editors with YAML support where the schema of its task is, so that they complete and check settings.",
         "deepnmt copy demo/admin_18l-18l my.yaml",
     )
     parser.add_argument("name", metavar="NAME", help="the recipe's name, as `deepnmt recipes` lists it")
@@ -45,11 +45,11 @@ def copy(words: list[str]) -> None:
         near = nearest(args.name, shipped_recipes())
         hint = f"did you mean {near}? " if near else ""
         raise UserError(f"there is no recipe {args.name}; {hint}deepnmt recipes lists those that come with it")
-    text = f"# yaml-language-server: $schema={SCHEMA}\n{recipe.read_text(encoding='utf-8')}"
+    text = recipe.read_text(encoding="utf-8")
     try:
         args.file.parent.mkdir(parents=True, exist_ok=True)
         with args.file.open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(f"# yaml-language-server: $schema={schema_of(task_of(text))}\n{text}")
     except FileExistsError:
         raise UserError(f"{args.file} exists already; give another name, or remove it") from None
     except OSError as error:

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deepnmt.cli import main
-from deepnmt.shipped import SCHEMA, shipped_recipes
+from deepnmt.shipped import schema_of, shipped_recipes, tasks_of_recipes
 
 SMALL = ["vocab.size=300", "model.width=16", "model.heads=2", "model.ffn=32", "model.encoder.layers=2",
          "model.decoder.layers=2", "train.updates=4", "train.save_every=2", "train.validate_every=4",
@@ -60,12 +60,22 @@ def test_the_demo_ends_with_a_score_in_an_empty_folder(installed: Path, tmp_path
 
 
 def test_a_recipe_is_listed_copied_and_trained(installed: Path, tmp_path: Path, prepared: Path) -> None:
-    listed = run(installed, tmp_path, "recipes").stdout
-    assert [line.split()[0] for line in listed.splitlines()] == list(shipped_recipes())
+    tasks = tasks_of_recipes()
+    listed: dict[str, str] = {}
+    for part in run(installed, tmp_path, "recipes").stdout.split("task: ")[1:]:
+        head, *lines = part.splitlines()
+        listed |= {line.split()[0]: head.partition(",")[0] for line in lines}
+    assert listed == tasks and len({*tasks.values()}) > 1
     done = run(installed, tmp_path, "copy", "demo/admin_18l-18l", "my/own.yaml")
     assert done.returncode == 0, done.stderr
     first, rest = (tmp_path / "my" / "own.yaml").read_text(encoding="utf-8").split("\n", 1)
     assert rest == (ROOT / "recipes/demo/admin_18l-18l.yaml").read_text(encoding="utf-8")
+    schema = first.removeprefix("# yaml-language-server: $schema=")
+    assert Path(schema).is_relative_to(installed.parent) and json.loads(Path(schema).read_text(encoding="utf-8"))
+    done = run(installed, tmp_path, "copy", "multi30k/lm_4l", "my/lm.yaml")
+    assert done.returncode == 0, done.stderr
+    first = (tmp_path / "my" / "lm.yaml").read_text(encoding="utf-8").partition("\n")[0]
+    assert first.endswith("/deepnmt/tasks/language_model/recipe.schema.json")
     schema = first.removeprefix("# yaml-language-server: $schema=")
     assert Path(schema).is_relative_to(installed.parent) and json.loads(Path(schema).read_text(encoding="utf-8"))
     again = run(installed, tmp_path, "copy", "demo/admin_18l-18l", "my/own.yaml")
@@ -101,7 +111,7 @@ def test_other_ways_to_install(option: str, wheel: Path, installed: Path, tmp_pa
 
 @pytest.mark.parametrize("name", list(shipped_recipes()))
 def test_every_recipe_fits_the_schema(name: str) -> None:
-    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    schema = json.loads(schema_of(tasks_of_recipes()[name]).read_text(encoding="utf-8"))
     tree = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8"))
     for key in ("lr", "eps"):  # 1e-8 is a text in YAML 1.1
         tree["optimizer"][key] = float(tree["optimizer"].get(key, 1e-8))

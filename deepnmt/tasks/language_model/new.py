@@ -13,7 +13,7 @@ from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import reporting
 from deepnmt.new import Hardware, machine
-from deepnmt.shipped import SCHEMA
+from deepnmt.shipped import schema_of
 from deepnmt.tasks.language_model.text import read_documents
 
 _PART = 50  # lines that are held out together where no empty lines separate documents: neighbours are alike
@@ -97,7 +97,7 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     engine = "ds_config: null # plain PyTorch" if precision == "fp32" else "ds_config: ds_configs/zero1.json # ZeRO-1"
     every = max(10, updates // 20)
     recipe = f"""\
-# yaml-language-server: $schema={SCHEMA}
+# yaml-language-server: $schema={schema_of('language_model')}
 # A language model of {row.layers} layers, written by `deepnmt new --text` for {said}.
 
 run: runs/{file.stem} # the run folder
