@@ -120,6 +120,8 @@ NOT_RUN = {
     "deepnmt get": "needs a network; tests/extras/fetch/test_fetch.py has a server of its own",
     "deepnmt demo": "takes minutes; tests/project/test_wheel.py runs a smaller one",
     "deepnmt sample": "needs a language model; tests/tasks/language_model",
+    "deepnmt classify": "needs a classifier; tests/tasks/classify",
+    "deepnmt seeds": "needs a classifier; tests/tasks/classify",
     "deepnmt serve": "stays; tests/extras/serve and tests/extras/test_tutorial.py",
     "deepnmt import": "needs a model of OPUS-MT; tests/extras/export/test_imports.py makes one",
     "deepnmt run multi30k/student_6l-2l": "takes hours; tests/project/test_steps.py trains such a chain",
