@@ -21,10 +21,10 @@ TOY = ("vocab.size=200", "batch.tokens=256", "model.encoder.layers=1", "model.de
 def listed_in_guide() -> list[str]:
     """The files of a run that the guide lists; "`a.json`, `.png`" means a.json and a.png."""
     text = (ROOT / "docs" / "guide" / "first_hour.md").read_text(encoding="utf-8")
-    rows = text.partition("| in `runs/demo/` |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = re.findall(r"^- (`.+?): ", text[text.index("- `recipe.yaml`: every"):], flags=re.MULTILINE)
     names: list[str] = []
     for row in rows:
-        for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
+        for name in re.findall(r"`([^`]+)`", row):
             names.append(f"{Path(names[-1]).stem}{name}" if name.startswith(".") else name)
     return names
 
