@@ -234,6 +234,27 @@ def _hash_of_version_1(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def manifest_of_task(folder: Path, settings: Mapping[str, Any], kind: folders.Kind) -> dict[str, Any]:
+    """The manifest of a task's prepared folder, once its files have their sizes.
+
+    Args:
+        settings: those that the recipe has, of which the manifest keeps what they were.
+
+    Raises:
+        UserError: there is none, it is damaged, or it was made with other settings.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
+    manifest = folders.read_manifest(folder, kind)
+    folders.check_sizes(folder, manifest, manifest["files"], kind)
+    then = manifest["settings"]
+    for key in then | settings:
+        if then.get(key) != settings.get(key):
+            raise UserError(f"prepared data {folder} was made with {key} {then.get(key)}, but the recipe has "
+                            f"{settings.get(key)}; {REMEDY}")
+    return manifest
+
+
 def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
     """The recipe's prepared data, to train from; `verify` then reads every byte of it.
 

@@ -30,7 +30,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.arrays import OFFSET, TOKENS, Indices, Lengths, SideWriter, array_of
 from deepnmt.data.batching import Sentences, Stream, Text
 from deepnmt.data.prepare import only_one_process
-from deepnmt.data.prepared import REMEDY
+from deepnmt.data.prepared import REMEDY, manifest_of_task
 from deepnmt.data.text import files_of, read_lines
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.device import upload
@@ -285,15 +285,7 @@ def open_text(recipe: Recipe, texts: bool = True) -> PreparedText:
         UserError: there is none, or it was made with other settings or from other texts.
     """
     folder = Path(recipe.data.folder)
-    if not (folder / folders.MANIFEST).is_file():
-        raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
-    manifest = folders.read_manifest(folder, KIND)
-    folders.check_sizes(folder, manifest, manifest["files"], KIND)
-    then, now = manifest["settings"], prepared_settings(recipe)
-    for key in then | now:
-        if then.get(key) != now.get(key):
-            raise UserError(f"prepared text {folder} was made with {key} {then.get(key)}, but the recipe has "
-                            f"{now.get(key)}; {REMEDY}")
+    manifest = manifest_of_task(folder, prepared_settings(recipe), KIND)
     data = texts_of(recipe)
     for split, named in (("train", data.train), ("valid", data.valid)) if texts else ():
         files = [Path(file) for file in files_of(named)]

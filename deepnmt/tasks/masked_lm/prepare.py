@@ -21,7 +21,7 @@ import numpy as np
 
 from deepnmt import folders
 from deepnmt.data.arrays import TOKENS, Side, SideWriter, array_of
-from deepnmt.data.prepared import REMEDY
+from deepnmt.data.prepared import REMEDY, manifest_of_task
 from deepnmt.data.text import files_of, read_lines
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.errors import UserError
@@ -88,15 +88,7 @@ def open_text(recipe: MaskedRecipe, texts: bool = True) -> PreparedText:
         UserError: there is none, or it was made with other settings or from other texts.
     """
     folder = Path(recipe.data.folder)
-    if not (folder / folders.MANIFEST).is_file():
-        raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
-    manifest = folders.read_manifest(folder, KIND)
-    folders.check_sizes(folder, manifest, manifest["files"], KIND)
-    then, now = manifest["settings"], prepared_settings(recipe)
-    for key in then | now:
-        if then.get(key) != now.get(key):
-            raise UserError(f"prepared data {folder} was made with {key} {then.get(key)}, but the recipe has "
-                            f"{now.get(key)}; {REMEDY}")
+    manifest = manifest_of_task(folder, prepared_settings(recipe), KIND)
     for split in SPLITS if texts else ():
         files = _files(recipe, split)
         if all(file.is_file() for file in files):
