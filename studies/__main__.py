@@ -504,13 +504,16 @@ def lm_depth(words: list[str]) -> None:
     add_options(parser, ("--output", "FILE", Path, Path("runs/lm_depth.jsonl"), "default runs/lm_depth.jsonl"),
                 ("--updates", "N", int, 2000, "of 2,048 tokens (default 2000)"),
                 ("--seeds", "N", int, 3, "default 3"), ("--depths", "N", int, [6, 16], "default 6 16"),
-                ("--rate", "R", float, 1e-3, "peak learning rate (default 0.001)"), SECONDS, THREADS)
+                ("--rate", "R", float, 1e-3, "peak learning rate (default 0.001)"), SECONDS, THREADS,
+                ("--plot", "FILE", Path, None, "draw the curves of the first seed"))
     args = parser.parse_args(words)
     positive(args, "updates", "seeds", "depths", "threads")
     use_threads(args.threads)
-    from studies.lm_depth import study
+    from studies.lm_depth import plot, study
 
     print(study(args.train, args.valid, args.output, args.updates, args.seeds, args.depths, args.rate, args.seconds))
+    if args.plot:
+        plot(args.output, args.plot)
 
 
 def data_at_scale(words: list[str]) -> None:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.batching import START, plan_eval
-from deepnmt.files import drop_partial_line, table
+from deepnmt.files import drop_partial_line, markdown_table
 from deepnmt.model.loss import LossSums
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.build import start_engine
@@ -29,10 +30,13 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import figures
 from deepnmt.tasks.language_model.text import BlockStream, PreparedText, blocks_of, open_text, prepare_text
 from deepnmt.tokens import PAD
+from studies.plots import Panel, plot_study
 
 DEPTHS, SYSTEMS, PLAIN = (6, 16), ("post_ln", "pre_ln", "b2t"), "nanogpt"
 WIDTH, HEADS, BLOCK, VOCAB = 128, 4, 128, 4000
 CLIP = 1.0
+POINTS = 20  # of a curve, each the mean training loss since the one before
+NAMES = {"post_ln": "Post-LN", "pre_ln": "Pre-LN", "b2t": "B2T", PLAIN: "plain PyTorch"}
 
 
 class NanoGPT(nn.Module):
@@ -84,24 +88,29 @@ def _batches(recipe: Recipe, data: PreparedText) -> Iterator[Batch]:
 
 
 def measure(recipe: Recipe, system: str) -> dict[str, Any]:
-    """Trains one model; returns its figures on the validation text."""
+    """Trains one model; returns its curve, and its figures on the validation text."""
     data = open_text(recipe)
     batches, size, began = _batches(recipe, data), data.vocab.size, time.monotonic()
     step, losses = (_plain if system == PLAIN else _ours)(recipe, size)
-    tokens, diverged = 0, False
+    every = max(1, recipe.train.updates // POINTS)
+    tokens, diverged, recent, curve = 0, False, [], []
     for update in range(1, recipe.train.updates + 1):
         batch = next(batches)
-        rate = learning_rate(recipe.optimizer.lr, recipe.schedule, update, recipe.train.updates)
-        diverged = not math.isfinite(step(batch, rate))
+        loss = step(batch, learning_rate(recipe.optimizer.lr, recipe.schedule, update, recipe.train.updates))
+        diverged = not math.isfinite(loss)
         tokens += batch.tokens
         if diverged:
             break
+        recent.append(loss / batch.tokens)
+        if update % every == 0:
+            curve.append((update, round(fmean(recent), 4)))
+            recent = []
     blocks = blocks_of(recipe, data, "valid")
     plan = plan_eval(blocks.src_lengths, blocks.trg_lengths, recipe.batch.tokens)
     nll = sum(losses(blocks.batch(plan[index], 0, torch.device("cpu"))) for index in range(len(plan)))
     return {"system": system, "layers": recipe.model.decoder.layers, "seed": recipe.seed, "tokens": tokens,
             "updates": recipe.train.updates, "rate": recipe.optimizer.lr, "diverged": diverged,
-            "seconds": round(time.monotonic() - began, 1), **figures(nll, data.counts("valid"))}
+            "curve": curve, "seconds": round(time.monotonic() - began, 1), **figures(nll, data.counts("valid"))}
 
 
 Step = Callable[[Batch, float], float]
@@ -109,11 +118,12 @@ Losses = Callable[[Batch], float]
 
 
 def _ours(recipe: Recipe, vocab: int) -> tuple[Step, Losses]:
-    """An update, which returns the norm of its gradient, and the plain loss of a micro-batch."""
+    """An update and the plain loss of a micro-batch. Both return a sum over tokens, in nats."""
     engine = start_engine(recipe, Layout(), (vocab, vocab), Ranks.alone())
 
     def step(batch: Batch, rate: float) -> float:
-        return engine.train_step([batch], batch.tokens, rate).grad_norm
+        stats = engine.train_step([batch], batch.tokens, rate)
+        return stats.loss if stats.applied else math.inf
 
     return step, lambda batch: engine.evaluate([batch])[0][1]
 
@@ -128,10 +138,11 @@ def _plain(recipe: Recipe, vocab: int) -> tuple[Step, Losses]:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
-        (model(batch).loss / batch.tokens).backward()
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        loss = model(batch).loss
+        (loss / batch.tokens).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-        return norm
+        return float(loss.detach())
 
     @torch.no_grad()
     def losses(batch: Batch) -> float:
@@ -172,12 +183,28 @@ def _records(output: Path) -> list[dict[str, Any]]:
 
 
 def _table(output: Path) -> str:
-    """Bits a byte of each run, seed by seed."""
-    found: dict[tuple[str, int, int], list[str]] = {}
+    """Bits a byte of the seeds, in Markdown."""
+    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for record in _records(output):
-        key = record["system"], record["layers"], record["tokens"]
-        said = "diverged" if record["diverged"] else f"{record['bits_per_byte']:.4f}"
-        found.setdefault(key, []).append(said)
-    rows = [("system", "layers", "tokens", "bits a byte")]
-    rows += [(system, str(layers), f"{tokens:,}", ", ".join(each)) for (system, layers, tokens), each in found.items()]
-    return table(rows)
+        groups.setdefault((record["system"], record["layers"], record["updates"]), []).append(record)
+    rows = [("system", "layers", "tokens", "bits a byte, by seed", "mean ± sd", "seconds a run")]
+    for (system, layers, _), records in groups.items():
+        ended = [record["bits_per_byte"] for record in records if not record["diverged"]]
+        by_seed = ["diverged" if record["diverged"] else f"{record['bits_per_byte']:.3f}" for record in records]
+        spread = f" ± {stdev(ended):.3f}" if len(ended) > 1 else ""
+        mean = f"{fmean(ended):.3f}{spread}" if ended else ""
+        tokens = round(fmean(record["tokens"] for record in records))
+        rows.append((NAMES[system], str(layers), f"{tokens:,}", ", ".join(by_seed), mean,
+                     f"{fmean(record['seconds'] for record in records):.0f}"))
+    return markdown_table(rows)
+
+
+def plot(output: Path, picture: Path) -> None:
+    """Draws the training losses of the first seed, a panel for each depth."""
+    panels = []
+    records = [record for record in _records(output) if record["seed"] == 1]
+    for layers in sorted({record["layers"] for record in records}):
+        group = {NAMES[record["system"]]: record for record in records if record["layers"] == layers}
+        panels.append(Panel(f"{layers} layers", {name: record["curve"] for name, record in group.items()},
+                            {name: f"{record['bits_per_byte']:.2f} bits a byte" for name, record in group.items()}, {}))
+    plot_study(panels, picture, "Language models: training loss and bits a byte of other text")
