@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from deepnmt.device import upload
 
 TRANSLATION = ("src", "src_lengths", "trg_in", "trg_out")  # the names of translation's tensors
 
@@ -25,6 +29,11 @@ class Batch:
     tensors: Mapping[str, Tensor]
     key: int
     tokens: int
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], key: int, tokens: int, device: torch.device) -> Batch:
+        """A micro-batch of arrays by name, which are copied to the device."""
+        return cls({name: upload(torch.from_numpy(array), device) for name, array in arrays.items()}, key, tokens)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

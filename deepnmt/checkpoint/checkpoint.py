@@ -20,11 +20,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepnmt import folders
 from deepnmt.checkpoint.state_types import StateTypes
@@ -49,6 +49,7 @@ MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is l
 FILES = (*MODEL_FILES, MOMENTS)
 
 Which = Literal["auto", "averaged", "newest", "best"]
+Module = TypeVar("Module", bound=nn.Module)
 
 log = logging.getLogger(__name__)
 
@@ -366,6 +367,30 @@ def verify_model(folder: Path) -> None:
         verify_files(folder, (MOMENTS,))
 
 
+def open_model(folder: Path, which: Which = "auto", task: str | None = None) -> tuple[Path, Recipe]:
+    """The checkpoint of a folder or a run (see `find_checkpoint`), whose model is undamaged, and its recipe.
+
+    Raises:
+        UserError: there is none, it is damaged, needs another plug-in than there is, or is of another than `task`.
+    """
+    checkpoint = find_checkpoint(folder, which)
+    verify_model(checkpoint)
+    recipe = load_recipe(checkpoint / RECIPE)
+    if recipe.model_has_plugins:
+        require_same(recipe.plugins, checkpoint)
+    if task is not None and recipe.task != task:
+        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of {task}; give another "
+                        "checkpoint")
+    return checkpoint, recipe
+
+
+def load_weights_into(build: Callable[[Callable[[nn.Module], None]], Module], checkpoint: Path) -> Module:
+    """The model that `build` makes, with the weights of a checkpoint, in evaluation mode on the CPU."""
+    model = build(lambda part: None)
+    fill(model, model_in(checkpoint))
+    return model.eval()
+
+
 def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
     """Loads the model of a checkpoint, or of a run (see `find_checkpoint`).
 
@@ -373,14 +398,7 @@ def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
         UserError: there is no checkpoint, it is damaged, or its weights do not fit its recipe (the message names the
             first such tensor).
     """
-    checkpoint = find_checkpoint(folder, which)
-    verify_model(checkpoint)
-    recipe = load_recipe(checkpoint / RECIPE)
-    if recipe.model_has_plugins:
-        require_same(recipe.plugins, checkpoint)
-    if recipe.task != "translation":
-        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of translation; give "
-                        "another checkpoint")
+    checkpoint, recipe = open_model(folder, which, "translation")
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
     if difference := shapes_differ(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "

@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepnmt.batch import TRANSLATION, Batch
+from deepnmt.batch import Batch
 from deepnmt.config.sections import LEAST_SHARES
 from deepnmt.data.arrays import Indices, Lengths, Tokens
-from deepnmt.device import upload
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD
 
@@ -476,8 +475,14 @@ def collate(split: Sentences, indices: Indices | Sequence[int], key: int, device
         src, src_lengths = split.sources.with_eos(rows)
         trg_out, trg_lengths = split.targets.with_eos(rows)
     else:
-        src, src_lengths, trg_out, trg_lengths = (np.array(one) for one in ([[EOS]], [1], [[PAD]], [0]))
+        src, src_lengths = np.array([[EOS]]), np.array([1])
+        trg_out, trg_lengths = np.array([[PAD]]), np.array([0])
+    arrays = {"src": src, "src_lengths": src_lengths, "trg_in": tokens_before(trg_out), "trg_out": trg_out}
+    return Batch.of_arrays(arrays, key, int(trg_lengths.sum()), device)
+
+
+def tokens_before(trg_out: Indices) -> Indices:
+    """What the decoder reads [B, T] to predict pieces + eos [B, T]: bos + pieces."""
     trg_in = np.full_like(trg_out, BOS)
     trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
-    tensors = (upload(torch.from_numpy(array), device) for array in (src, src_lengths, trg_in, trg_out))
-    return Batch(dict(zip(TRANSLATION, tensors, strict=True)), key, int(trg_lengths.sum()))
+    return trg_in

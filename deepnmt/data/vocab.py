@@ -159,6 +159,12 @@ class Vocabulary:
         except OSError as error:
             raise UserError(f"vocabulary {file} cannot be read: {error.strerror or error}") from None
 
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The only vocabulary of a checkpoint or of prepared data, as it lies there: under both names, so that
+        `vocab.model` finds it."""
+        return {"src.spm": self.bytes, "trg.spm": self.bytes}
+
     def names(self) -> list[str]:
         """The texts of all pieces, in the order of their ids, special pieces and tags included."""
         return [self._processor.id_to_piece(i) for i in range(self.size)]

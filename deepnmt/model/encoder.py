@@ -12,6 +12,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deepnmt.batch import Batch
 from deepnmt.config.encoders import EncoderModel
@@ -19,6 +20,7 @@ from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import Initialiser, generator_for
+from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import build_layer, build_top, fill_with_nan, run_layers, start_stream
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
@@ -111,6 +113,14 @@ class Encoder(nn.Module):
     def table(self) -> Tensor:
         """The embedding table [V, D]."""
         return cast(nn.Embedding, self.embeddings["tokens"]).weight
+
+
+def class_losses(logits: Tensor, targets: Tensor, smoothing: float) -> LossSums:
+    """The sums over rows of logits [R, K] in fp32, whose classes are targets [R]."""
+    loss = nll = F.cross_entropy(logits, targets, reduction="sum")
+    if smoothing:
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+    return LossSums(loss, nll.detach())
 
 
 class EncoderInitialiser:

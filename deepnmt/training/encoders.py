@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     SRC_VOCAB,
-    TRG_VOCAB,
-    find_checkpoint,
+    load_weights_into,
     model_in,
+    open_model,
     read_task_files,
-    shapes_of,
     verify_files,
 )
-from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
+from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.config.fields import Fact
 from deepnmt.data.vocab import Vocabulary
@@ -29,8 +27,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.folders import MANIFEST
 from deepnmt.model.encoder import Encoder, EncoderInitialiser
-from deepnmt.model.init import Source, fill
-from deepnmt.optim.schedules import warmup_note
+from deepnmt.model.init import Source
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout, layout_of
@@ -39,15 +36,9 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status
 from deepnmt.training.fine_tuning import find_trained
-from deepnmt.training.plan import disk_note
+from deepnmt.training.plan import plan_by_shapes, shapes_by_name
 
 BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
-
-
-def shapes_by_name(build: BuildEncoder) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's parameters, which take no memory."""
-    with torch.device("meta"):
-        return shapes_of(dict(build(lambda part: None).named_parameters()))
 
 
 def start_encoder(
@@ -114,11 +105,6 @@ def check_trained(
                             "training wrote it")
 
 
-def vocabulary_files_of(vocab: Vocabulary) -> dict[str, bytes]:
-    """The vocabulary as a checkpoint holds it: under both names, so that `vocab.model` finds it."""
-    return {SRC_VOCAB: vocab.bytes, TRG_VOCAB: vocab.bytes}
-
-
 def load_encoder(folder: Path, build: Callable[[Recipe, int], BuildEncoder]) -> tuple[Encoder, Recipe, Vocabulary]:
     """A trained model in evaluation mode on the CPU, its recipe and its vocabulary.
 
@@ -129,13 +115,9 @@ def load_encoder(folder: Path, build: Callable[[Recipe, int], BuildEncoder]) -> 
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
-    folder = find_checkpoint(folder)
-    verify_files(folder, None)
-    recipe = load_recipe(folder / RECIPE)
-    vocab = Vocabulary(read_task_files(folder)[SRC_VOCAB])
-    model = build(recipe, vocab.size)(lambda part: None)
-    fill(model, model_in(folder))
-    return model.eval(), recipe, vocab
+    checkpoint, recipe = open_model(folder)
+    vocab = Vocabulary.load(checkpoint / SRC_VOCAB)
+    return load_weights_into(build(recipe, vocab.size), checkpoint), recipe, vocab
 
 
 @contextmanager
@@ -153,20 +135,9 @@ def plan_encoder(recipe: EncoderRecipe, build: BuildEncoder, data: Mapping[str, 
     Raises:
         UserError: training would reject the layout.
     """
-    layout = layout_of(recipe, rank_from_environment()[1])
-    parameters = sum(math.prod(shape) for shape in shapes_by_name(build).values())
-    model = recipe.model
-    rows = {
-        "model": f"{model.encoder.layers}L encoder, {model.encoder.block}, width {model.width}",
-        "parameters": f"{parameters:,}",
-        **data,
-        "layout": "plain PyTorch, fp32" if layout.config is None else
-                  f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}",
-        "disk": disk_note(recipe, parameters),
-    }
+    model, rows = recipe.model, dict(data)
     if recipe.train.init_from is not None:
         rows["begins with"] = f"the encoder of {find_trained(recipe)}"
-    if note := warmup_note(recipe):
-        rows["learning rate"] = note
-    width = max(map(len, rows))
-    return "\n".join([dump_recipe(recipe), *(f"# {key:<{width}}  {value}" for key, value in rows.items())])
+    layout = layout_of(recipe, rank_from_environment()[1])
+    described = f"{model.encoder.layers}L encoder, {model.encoder.block}, width {model.width}"
+    return plan_by_shapes(recipe, layout, build, described, rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from deepnmt.checkpoint.checkpoint import shapes_of
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
@@ -43,6 +45,8 @@ _SURELY = 1.2  # times the memory that there is: what certainly does not fit, be
 _WAYS = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
          "positions": "model.max_length"}  # what needs less memory when it is lower, by what needs most
 _ENDS = 2  # the same for the embeddings and outputs of a stack, once
+
+BuildModule = Callable[[Callable[[nn.Module], None]], nn.Module]
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
@@ -209,6 +213,39 @@ def _update_size(recipe: Recipe, ranks: int) -> str:
             f"{batch.accumulation} micro-batch(es) x {batch.tokens})")
 
 
+def shapes_by_name(build: BuildModule) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, which take no memory."""
+    with torch.device("meta"):
+        return shapes_of(dict(build(lambda part: None).named_parameters()))
+
+
+def plan_by_shapes(recipe: Recipe, layout: Layout, build: BuildModule, model: str, rows: Mapping[str, str]) -> str:
+    """What `describe` prints, of a task that has no estimate of its memory.
+
+    Args:
+        model: what it is, in words.
+        rows: what else is said, by name.
+    """
+    parameters = sum(map(math.prod, shapes_by_name(build).values()))
+    common = {"layout": _layout_name(layout), "disk": disk_note(recipe, parameters)}
+    return _with_rows(recipe, {"model": model, "parameters": f"{parameters:,}", **rows, **common})
+
+
+def _layout_name(layout: Layout) -> str:
+    if layout.config is None:
+        return "plain PyTorch, fp32"
+    return f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
+
+
+def _with_rows(recipe: Recipe, rows: dict[str, str], *more: str) -> str:
+    """The recipe; beneath it these rows, what is to be said of the learning rate, and further lines, as comments."""
+    if note := warmup_note(recipe):
+        rows["learning rate"] = note
+    width = max(map(len, rows))
+    lines = [f"{name:<{width}}  {text}" for name, text in rows.items()]
+    return "\n".join([dump_recipe(recipe), *(f"# {line}" for line in [*lines, *more])])
+
+
 def describe(recipe: Recipe, card: str | None = None) -> str:
     """The resolved recipe and the figures of its run, for the processes that were started, at least one for each
     pipeline stage. Uses the prepared data if there is any, else the recipe's vocabulary size. `card`: a name in
@@ -271,7 +308,7 @@ def plan_of(
     parameters = count_parameters(recipe.model, *sizes)
     partition = partition_of(recipe, *sizes, ratio) if stages else None
     needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)
-    name = "plain PyTorch, fp32" if layout.config is None else f"DeepSpeed ZeRO-{layout.stage}, {layout.precision}"
+    name = _layout_name(layout)
     model = recipe.model
     widths = dict.fromkeys(str(model.shape(side).width) for side in model.sides)
     memory_parts = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in needed.items())
@@ -309,10 +346,5 @@ def plan_of(
         if in_shards(recipe, parameters, world) else
         f"in one file, {state:,.0f} MB with the moments; the first process holds all of it while it writes")
     rows["disk"] = disk_note(recipe, parameters)
-    if note := warmup_note(recipe):
-        rows["learning rate"] = note
-    width = max(map(len, rows))
-    lines = [f"# {k:<{width}}  {v}" for k, v in rows.items()]
-    if partition is not None:
-        lines += [f"# {line}" for line in partition.table(recipe.batch.per_rank(data_parallel)).splitlines()]
-    return dump_recipe(recipe) + "\n" + "\n".join(lines)
+    table = partition.table(recipe.batch.per_rank(data_parallel)).splitlines() if partition is not None else []
+    return _with_rows(recipe, rows, *table)

@@ -7,7 +7,8 @@ decoding need a `Transformer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from deepnmt.training.updates import Batches
 from deepnmt.visitors import task_module
 
 Figures = Mapping[str, float | str]
+OwnRecipe = Any  # a `Recipe`, of the class that the task has in its `settings`
 
 
 class Epochs(Batches, Protocol):
@@ -56,6 +58,18 @@ class Validation:
     figures: Figures = field(default_factory=dict)
     corpora: Mapping[str, Validation] = field(default_factory=dict)
 
+    @classmethod
+    def of_sums(cls, sums: Sequence[float], figures: Figures, value: float | None = None) -> Validation:
+        """From the sums (loss, plain loss, target tokens) of all processes; `value` is the loss if it is None."""
+        loss, nll, tokens = map(float, sums)
+        mean = loss / tokens
+        return cls(mean, perplexity(nll, tokens), mean if value is None else value, figures)
+
+
+def perplexity(nll: float, tokens: float) -> float:
+    """e to the power of the mean plain loss, from the sum in nats over so many tokens; at most e^50."""
+    return math.exp(min(nll / tokens, 50.0))
+
 
 @dataclass(frozen=True)
 class Look:
@@ -66,8 +80,8 @@ class Look:
         measure: (recipe, data, engine, ranks) returns figures; none: not known. Collective.
     """
 
-    due: Callable[[Recipe], int]
-    measure: Callable[[Recipe, Any, Engine, Ranks], dict[str, float]]
+    due: Callable[[OwnRecipe], int]
+    measure: Callable[[OwnRecipe, Any, Engine, Ranks], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -95,18 +109,18 @@ class Task:
         explain: (record of the last validation) returns what it says about a run that diverged after it.
     """
 
-    check: Callable[[Recipe], None]
-    open: Callable[[Recipe, bool], Any]
+    check: Callable[[OwnRecipe], None]
+    open: Callable[[OwnRecipe, bool], Any]
     verify: Callable[[Any], None]
-    stream: Callable[[Recipe, Any], Epochs]
-    start: Callable[[Recipe, Layout, Any, Ranks, bool], Engine]
-    validate: Callable[[Recipe, Any, Engine, Ranks], Validation]
+    stream: Callable[[OwnRecipe, Any], Epochs]
+    start: Callable[[OwnRecipe, Layout, Any, Ranks, bool], Engine]
+    validate: Callable[[OwnRecipe, Any, Engine, Ranks], Validation]
     files: Callable[[Any], dict[str, bytes]]
-    prepare: Callable[[Recipe, str], Path] | None = None
-    plan: Callable[[Recipe, str | None], str] | None = None
+    prepare: Callable[[OwnRecipe, str], Path] | None = None
+    plan: Callable[[OwnRecipe, str | None], str] | None = None
     look: Look | None = None
     describe: Callable[[Mapping[str, Any]], str] = lambda record: ""
-    warn: Callable[[Recipe, int, Figures], str | None] = lambda recipe, update, figures: None
+    warn: Callable[[OwnRecipe, int, Figures], str | None] = lambda recipe, update, figures: None
     explain: Callable[[Mapping[str, Any]], list[str]] = lambda record: []
 
 

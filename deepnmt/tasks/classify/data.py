@@ -19,11 +19,10 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import find_checkpoint
 from deepnmt.data.arrays import Indices, Lengths
-from deepnmt.data.batching import EpochPlan, Rows, Sentences, Stream
+from deepnmt.data.examples import Examples, ExampleStream
 from deepnmt.data.tables import JSON, kind_of
 from deepnmt.data.text import files_of, read_lines
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
-from deepnmt.device import upload
 from deepnmt.errors import UserError, nearest
 from deepnmt.tasks.classify.settings import ClassifyRecipe, Column
 from deepnmt.tokens import BOS, EOS, PAD
@@ -37,9 +36,9 @@ class Row(NamedTuple):
     label: str
 
 
-class Labelled:
-    """Segmented examples; "source" and "target" of `batching.Stream` have length 1, so that a micro-batch has as many
-    examples as it has tokens.
+class Labelled(Examples):
+    """Segmented examples, each planned as a source and a target of length 1, so that a micro-batch has as many examples
+    as it has tokens.
 
     Attributes:
         sequences: ids of each, marks included.
@@ -51,28 +50,15 @@ class Labelled:
         self.name, self.sequences, self.firsts = name, sequences, firsts
         self.labels = np.array(labels, dtype=np.int64)
         self.lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-        self.src_lengths: Lengths = np.ones(len(sequences), dtype=np.int32)
-        self.trg_lengths = self.src_lengths
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def windows(self, epoch: int) -> int:
-        """One: all examples are planned together."""
-        return 1
-
-    def window(self, epoch: int, number: int) -> Labelled:
-        """The same in every epoch."""
-        return self
-
     @property
-    def sources(self) -> Rows:
-        raise NotImplementedError("examples are put together by `batch`")
+    def src_lengths(self) -> Lengths:
+        return np.ones(len(self), dtype=np.int32)
 
-    targets = sources
-
-    def column(self, name: str) -> Rows:
-        raise KeyError(name)
+    trg_lengths = src_lengths
 
     def batch(self, rows: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
         """The examples `rows` as a micro-batch: src and segments [B, S], src_lengths and labels [B]."""
@@ -82,9 +68,8 @@ class Labelled:
         for place, row in enumerate(rows):
             src[place, :lengths[place]] = self.sequences[row]
             segments[place, self.firsts[row]:lengths[place]] = 1
-        tensors = {"src": src, "src_lengths": lengths, "segments": segments, "labels": self.labels[np.asarray(rows)]}
-        uploaded = {name: upload(torch.from_numpy(array), device) for name, array in tensors.items()}
-        return Batch(uploaded, key, len(lengths))
+        arrays = {"src": src, "src_lengths": lengths, "segments": segments, "labels": self.labels[np.asarray(rows)]}
+        return Batch.of_arrays(arrays, key, len(lengths), device)
 
     def plan(self, size: int) -> list[Indices]:
         """Batches of so many examples each, the longest first."""
@@ -92,14 +77,11 @@ class Labelled:
         return [order[start:start + size] for start in range(0, len(order), size)]
 
 
-class LabelledStream(Stream):
+class LabelledStream(ExampleStream):
     """The training micro-batches."""
 
-    def collate(self, sentences: Sentences, rows: Indices, key: int, device: torch.device) -> Batch:
-        return cast(Labelled, sentences).batch(rows, key, device)
-
     def waste(self, epoch: int) -> float:
-        plan: EpochPlan = self.plan(epoch)
+        plan = self.plan(epoch)
         lengths = cast(Labelled, self.split(epoch)).lengths[plan.order]
         padded = np.diff(plan.starts) * np.maximum.reduceat(lengths, plan.starts[:-1])
         return 1.0 - float(lengths.sum() / padded.sum())

@@ -9,12 +9,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from deepnmt.batch import Batch
 from deepnmt.config.encoders import EncoderModel
 from deepnmt.model.dropout import Dropout, seed_dropout
-from deepnmt.model.encoder import Encoder
+from deepnmt.model.encoder import Encoder, class_losses
 from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import fill_with_nan
 from deepnmt.model.unfilled import unfilled
@@ -55,9 +54,7 @@ class Classifier(Encoder):
         return self.head(self.encode(batch)[:, 0], batch.key)
 
     def forward(self, batch: Batch) -> LossSums:
-        logits, labels = self.logits(batch), batch["labels"]
-        loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=self.smoothing)
-        return LossSums(loss, F.cross_entropy(logits.detach(), labels, reduction="sum"))
+        return class_losses(self.logits(batch), batch["labels"], self.smoothing)
 
     @staticmethod
     def smallest_batch(device: torch.device) -> Batch:

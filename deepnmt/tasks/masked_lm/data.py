@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 
 from deepnmt.batch import Batch
 from deepnmt.data.arrays import Indices, Lengths, Side
-from deepnmt.data.batching import Rows, Sentences, Stream
-from deepnmt.device import upload
+from deepnmt.data.examples import Examples
 from deepnmt.tasks.masked_lm.masking import FIXED, count_masked, mask
 from deepnmt.tasks.masked_lm.settings import Masking
 from deepnmt.tokens import BOS, EOS, PAD
 
 
 @dataclass(frozen=True)
-class MaskedText:
-    """Sequences, as `batching.Stream` asks for them: the "source" is a sequence with its marks, the "target" the tokens
-    that are predicted.
+class MaskedText(Examples):
+    """Sequences, masked anew in each epoch: the "source" is a sequence with its marks, the "target" the tokens that are
+    predicted.
 
     Attributes:
         side: the sequences, without marks.
@@ -37,22 +35,8 @@ class MaskedText:
     vocab: int
     seed: int
 
-    def windows(self, epoch: int) -> int:
-        """One: all sequences are planned together."""
-        return 1
-
     def __len__(self) -> int:
         return len(self.side.lengths)
-
-    def window(self, epoch: int, number: int) -> MaskedText:
-        """The same in every epoch; the masks differ."""
-        return self
-
-    @property
-    def sources(self) -> Rows:
-        return self.side
-
-    targets = sources
 
     @property
     def src_lengths(self) -> Lengths:
@@ -62,12 +46,10 @@ class MaskedText:
     def trg_lengths(self) -> Lengths:
         return count_masked(self.side.lengths - 1, self.masking.share)
 
-    def column(self, name: str) -> Rows:
-        raise KeyError(name)
-
-    def batch(self, rows: Indices | Sequence[int], epoch: int, key: int, device: torch.device) -> Batch:
-        """The sequences `rows` as one micro-batch, masked as in `epoch`: src [B, S], bos + pieces + eos, src_lengths
-        [B], and targets [B, S], pad where nothing is predicted."""
+    def batch(self, rows: Indices | Sequence[int], key: int, device: torch.device, epoch: int | None = None) -> Batch:
+        """The sequences `rows` as one micro-batch, masked as in `epoch`, by default that of the key: src [B, S],
+        bos + pieces + eos, src_lengths [B], and targets [B, S], pad where nothing is predicted."""
+        epoch = key >> 32 if epoch is None else epoch
         sequences = [mask(self.side[row], self.masking, self.mask_id, self.vocab, self.seed, epoch, int(row))
                      for row in rows]
         lengths = np.array([len(sequence.read) + 2 for sequence in sequences])
@@ -76,17 +58,9 @@ class MaskedText:
         for place, (read, target) in enumerate(sequences):
             src[place, :len(read) + 2] = [BOS, *read, EOS]
             targets[place, 1:len(read) + 1] = target
-        tensors = {"src": src, "src_lengths": lengths, "targets": targets}
-        uploaded = {name: upload(torch.from_numpy(array), device) for name, array in tensors.items()}
-        return Batch(uploaded, key, int((targets != PAD).sum()))
+        arrays = {"src": src, "src_lengths": lengths, "targets": targets}
+        return Batch.of_arrays(arrays, key, int((targets != PAD).sum()), device)
 
     def fixed_batch(self, rows: Indices | Sequence[int], device: torch.device) -> Batch:
         """The same with the mask that every validation has."""
-        return self.batch(rows, FIXED, 0, device)
-
-
-class MaskedStream(Stream):
-    """The training micro-batches, masked anew in each epoch."""
-
-    def collate(self, sentences: Sentences, rows: Indices, key: int, device: torch.device) -> Batch:
-        return cast(MaskedText, sentences).batch(rows, key >> 32, key, device)
+        return self.batch(rows, 0, device, FIXED)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from deepnmt.batch import Batch
 from deepnmt.config.encoders import EncoderModel
 from deepnmt.model.blocks import LayerPosition
-from deepnmt.model.encoder import Encoder
+from deepnmt.model.encoder import Encoder, class_losses
 from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.loss import LossSums, token_rows
 from deepnmt.model.transformer import fill_with_nan
@@ -54,11 +54,7 @@ class MaskedModel(Encoder):
         return self.head(rows, self.table), targets
 
     def forward(self, batch: Batch) -> LossSums:
-        logits, targets = self.predictions(batch)
-        loss = nll = F.cross_entropy(logits, targets, reduction="sum")
-        if self.smoothing:
-            loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=self.smoothing)
-        return LossSums(loss, nll.detach())
+        return class_losses(*self.predictions(batch), self.smoothing)
 
     @staticmethod
     def smallest_batch(device: torch.device) -> Batch:

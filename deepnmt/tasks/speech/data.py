@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from deepnmt.batch import TRANSLATION, Batch
+from deepnmt.batch import Batch
 from deepnmt.data.arrays import Indices, Lengths, Side
-from deepnmt.data.batching import Rows, Sentences, Stream
-from deepnmt.device import upload
+from deepnmt.data.batching import Sentences, Stream, tokens_before
+from deepnmt.data.examples import Examples
 from deepnmt.tasks.speech.filterbanks import BINS
 from deepnmt.tasks.speech.settings import SHORTER, SpecAugment
-from deepnmt.tokens import BOS, EOS, PAD
+from deepnmt.tokens import PAD
 
 _PURPOSE = 57  # tells these draws from others with the same seeds
 
@@ -55,15 +55,15 @@ def hide(frames: Frames, settings: SpecAugment, seed: int, epoch: int, number: i
 
 
 @dataclass(frozen=True)
-class Utterances:
-    """Utterances with their transcripts, as `batching.Stream` asks for them: the "source" counts frames.
+class Utterances(Examples):
+    """Utterances with their transcripts: the "source" counts frames.
 
     Attributes:
         name: train or valid.
         frames: float16 [all frames, 80].
         offsets: int64 [N+1]; utterance i is frames[offsets[i]:offsets[i+1]].
         transcripts: their tokens.
-        epoch: in which they are read.
+        epoch: in which they are read, by which training hides frames.
     """
 
     name: str
@@ -75,20 +75,8 @@ class Utterances:
     def __len__(self) -> int:
         return len(self.transcripts.lengths)
 
-    def windows(self, epoch: int) -> int:
-        return 1
-
     def window(self, epoch: int, number: int) -> Utterances:
-        """The same in every epoch; what is hidden differs."""
         return replace(self, epoch=epoch)
-
-    @property
-    def sources(self) -> Rows:
-        raise TypeError("an utterance has no tokens")
-
-    @property
-    def targets(self) -> Rows:
-        return self.transcripts
 
     @property
     def src_lengths(self) -> Lengths:
@@ -99,30 +87,26 @@ class Utterances:
     def trg_lengths(self) -> Lengths:
         return self.transcripts.lengths
 
-    def column(self, name: str) -> Rows:
-        raise KeyError(name)
-
     def features(self, row: int) -> Frames:
         """The features [frames, 80] of an utterance."""
         return self.frames[self.offsets[row]:self.offsets[row + 1]]
 
-    def batch(self, rows: Indices | Sequence[int], features: Sequence[Frames], key: int, device: torch.device) -> Batch:
-        """The utterances `rows` as one micro-batch with these features: src fp32 [B, F, 80], src_lengths [B] in
-        positions, trg_in [B, T] and trg_out [B, T]. No rows are one utterance whose target is a pad token, which does
-        not count."""
+    def batch(
+        self, rows: Indices | Sequence[int], key: int, device: torch.device, features: Sequence[Frames] | None = None,
+    ) -> Batch:
+        """The utterances `rows` as one micro-batch with these features, by default their own: src fp32 [B, F, 80],
+        src_lengths [B] in positions, trg_in [B, T] and trg_out [B, T]. No rows are one utterance whose target is a pad
+        token, which does not count."""
+        if features is None:
+            features = [self.features(int(row)) for row in rows]
         src, positions = padded_frames(features or [np.zeros((1, BINS), np.float32)])
         if features:
             trg_out, lengths = self.transcripts.with_eos(np.asarray(rows, dtype=np.int64))
         else:
             trg_out, lengths = np.array([[PAD]]), np.array([0])
-        trg_in = np.full_like(trg_out, BOS)
-        trg_in[:, 1:] = np.where(trg_out[:, :-1] == EOS, PAD, trg_out[:, :-1])
-        tensors = (upload(torch.from_numpy(array), device) for array in (src, positions, trg_in, trg_out))
-        return Batch(dict(zip(TRANSLATION, tensors, strict=True)), key, int(lengths.sum()))
-
-    def whole_batch(self, rows: Indices | Sequence[int], device: torch.device) -> Batch:
-        """The same with nothing hidden."""
-        return self.batch(rows, [self.features(int(row)) for row in rows], 0, device)
+        named: dict[str, npt.NDArray[Any]] = {"src": src, "src_lengths": positions}
+        named |= {"trg_in": tokens_before(trg_out), "trg_out": trg_out}
+        return Batch.of_arrays(named, key, int(lengths.sum()), device)
 
 
 class SpeechStream(Stream):
@@ -138,4 +122,4 @@ class SpeechStream(Stream):
         utterances = cast(Utterances, sentences)
         features = [hide(utterances.features(int(row)), self._settings, self._seed, utterances.epoch, int(row))
                     for row in rows]
-        return utterances.batch(rows, features, key, device)
+        return utterances.batch(rows, key, device, features)

@@ -12,17 +12,13 @@ import torch
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import (
-    RECIPE,
     TRG_VOCAB,
     Which,
-    find_checkpoint,
-    model_in,
+    load_weights_into,
+    open_model,
     require_model,
-    verify_model,
 )
-from deepnmt.config import load_recipe
 from deepnmt.config.choices import FORMATS, SEARCHES
-from deepnmt.config.plugins import require_same
 from deepnmt.data.text import files_of
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.formats import WRITERS
@@ -43,7 +39,6 @@ from deepnmt.errors import UserError, enough_memory
 from deepnmt.evaluate.metrics import EvaluationSet, Report, score_systems
 from deepnmt.evaluate.ratios import edits
 from deepnmt.model.dropout import evaluating
-from deepnmt.model.init import fill
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress
 from deepnmt.tasks.speech.audio import Utterance, read_lists, utterance_of
@@ -60,18 +55,11 @@ def load_speech(folder: Path, which: Which = "auto", expected: config.Model | No
                 ) -> tuple[SpeechTransformer, Vocabulary, SpeechRecipe, Path]:
     """A trained model in evaluation mode on the CPU, its vocabulary, its recipe and its checkpoint; `folder` is a
     checkpoint or a run. Raises `UserError` if there is none, it is damaged, or holds another model than `expected`."""
-    checkpoint = find_checkpoint(folder, which)
-    verify_model(checkpoint)
-    recipe = load_recipe(checkpoint / RECIPE)
-    require_same(recipe.plugins, checkpoint)
-    if not isinstance(recipe, SpeechRecipe):
-        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of speech; give another "
-                        "checkpoint")
+    checkpoint, recipe = open_model(folder, which, "speech")
     require_model(checkpoint, expected)
     vocab = Vocabulary.load(checkpoint / TRG_VOCAB)
-    model = cast(SpeechTransformer, build_of(recipe, vocab.size)(lambda part: None))
-    fill(model, model_in(checkpoint))
-    return model.eval(), vocab, recipe, checkpoint
+    model = load_weights_into(build_of(recipe, vocab.size), checkpoint)
+    return cast(SpeechTransformer, model), vocab, cast(SpeechRecipe, recipe), checkpoint
 
 
 def recognise(

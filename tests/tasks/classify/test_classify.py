@@ -29,7 +29,7 @@ from deepnmt.tasks.classify.model import build_of
 from deepnmt.tasks.classify.settings import ClassifyRecipe
 from deepnmt.tasks.classify.task import TASK, validate
 from deepnmt.tokens import BOS, EOS
-from deepnmt.training.encoders import shapes_by_name
+from deepnmt.training.plan import shapes_by_name
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
 

@@ -26,11 +26,11 @@ from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.masked_lm.masking import FIXED, MASK, count_masked, mask
 from deepnmt.tasks.masked_lm.model import build_of
-from deepnmt.tasks.masked_lm.prepare import open_text, prepare_text
+from deepnmt.tasks.masked_lm.prepare import PreparedText
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe, Masking
 from deepnmt.tasks.masked_lm.task import TASK, text_of, validate
 from deepnmt.tokens import BOS, EOS, PAD
-from deepnmt.training.encoders import shapes_by_name
+from deepnmt.training.plan import shapes_by_name
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
 
@@ -68,7 +68,7 @@ def write(folder: Path, name: str = "recipe.yaml", **sections: dict[str, Any]) -
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("masked")
-    prepare_text(recipe_in(folder))
+    PreparedText.prepare(recipe_in(folder))
     return folder
 
 
@@ -117,14 +117,14 @@ def test_sequences_are_lines_or_pieces_of_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     texts = {"train": str(tmp_path / "a.txt"), "valid": str(tmp_path / "a.txt"), "unit": "documents", "length": 8}
     recipe = recipe_in(tmp_path, data=texts, vocab={"size": 40})
-    prepare_text(recipe)
-    data = open_text(recipe)
+    PreparedText.prepare(recipe)
+    data = PreparedText.open(recipe)
     side = data.sequences("train")
     whole = [data.vocab.encode(lines[0]) + data.vocab.encode(lines[1]), data.vocab.encode(lines[3])]
     pieces = [document[start:start + 6] for document in whole for start in range(0, len(document), 6)]
     assert [side[i].tolist() for i in range(len(side.lengths))] == pieces
     text = text_of(recipe, data, "train")
-    batch = text.batch([0, len(pieces) - 1], 0, 7, torch.device("cpu"))
+    batch = text.batch([0, len(pieces) - 1], 7, torch.device("cpu"))
     assert batch["src_lengths"].tolist() == [8, len(pieces[-1]) + 2] and batch.key == 7
     for row, piece in ((0, pieces[0]), (1, pieces[-1])):
         read, targets = (batch[name][row, :len(piece) + 2].tolist() for name in ("src", "targets"))
@@ -136,7 +136,7 @@ def test_sequences_are_lines_or_pieces_of_documents(tmp_path: Path) -> None:
 def test_loss_and_gradients_are_those_of_the_formula(prepared: Path) -> None:
     """Logits from plain tensors: BERT's input, its head over the tied table; the loss over masked tokens alone."""
     recipe = recipe_in(prepared, model={"dropout": 0.0, "attention_dropout": 0.0})
-    data = open_text(recipe)
+    data = PreparedText.open(recipe)
     build = build_of(recipe, data.vocab.size)
     model = build(lambda part: None)
     generator, shapes = torch.Generator().manual_seed(1), shapes_by_name(build)
@@ -175,7 +175,7 @@ def test_loss_and_gradients_are_those_of_the_formula(prepared: Path) -> None:
 def test_initial_weights_are_berts(prepared: Path) -> None:
     recipe = recipe_in(prepared, model={"width": 64, "ffn": 128})
     build = build_of(recipe, 500)
-    engine = TASK.start(recipe, layout_of(recipe, 1), open_text(recipe), Ranks.alone(), True)
+    engine = TASK.start(recipe, layout_of(recipe, 1), PreparedText.open(recipe), Ranks.alone(), True)
     for name, p in ((name, p.detach()) for name, p in engine.module.named_parameters()):
         if p.ndim > 1 and name != "encoder.input.segments.weight":
             own = p[torch.arange(len(p)) != PAD] if name == "embeddings.tokens.weight" else p
@@ -190,7 +190,7 @@ def losses(folder: str, layout: str, settings: str) -> int:
     with processes(1, group=layout != "local") as ranks:
         recipe = recipe_in(Path(folder), batch={"accumulation": 2 // ranks.world}, parallel=parallel(layout, threads=1),
                            **json.loads(settings))
-        data = open_text(recipe)
+        data = PreparedText.open(recipe)
         engine = TASK.start(recipe, layout_of(recipe, ranks.world), data, ranks, True)
         stream, state, found = TASK.stream(recipe, data), TrainState(), []
         for done in updates(engine, stream, recipe, state, ranks):
@@ -236,7 +236,7 @@ def test_a_run_begins_with_a_trained_one(prepared: Path, refused: Refused) -> No
     run = prepared / "begun"
     assert main("train", [file, f"run={run}", "train.updates=4"]) == 0
     recipe = recipe_in(prepared, train={"init_from": str(run)})
-    engine = TASK.start(recipe, layout_of(recipe, 1), open_text(recipe), Ranks.alone(), True)
+    engine = TASK.start(recipe, layout_of(recipe, 1), PreparedText.open(recipe), Ranks.alone(), True)
     trained = load_weights(cast(Path, newest_checkpoint(run / "checkpoints")))
     assert all(torch.equal(p, trained[name]) for name, p in engine.module.named_parameters())
     said = refused("train", file, f"train.init_from={run}", "model.ffn=48", f"run={prepared}/other")
@@ -280,7 +280,8 @@ def test_a_vocabulary_without_a_mask(prepared: Path, tmp_path: Path, refused: Re
     assert f"'{MASK}' is not a piece of the vocabulary" in said and not (tmp_path / "data").exists()
     given = write(tmp_path, vocab={"model": str(prepared / "data")})
     assert main("prepare", [given]) == 0
-    assert open_text(cast(MaskedRecipe, load_recipe(given))).vocab.bytes == open_text(recipe_in(prepared)).vocab.bytes
+    ours, theirs = (PreparedText.open(recipe).vocab for recipe in (load_recipe(given), recipe_in(prepared)))
+    assert ours.bytes == theirs.bytes
 
 
 def test_prepared_text_is_compared(prepared: Path, refused: Refused) -> None:

@@ -36,7 +36,7 @@ from deepnmt.tasks.speech.audio import Utterance, features_of, read_lists
 from deepnmt.tasks.speech.data import SpeechStream, hide, padded_frames
 from deepnmt.tasks.speech.filterbanks import BINS, filter_banks, normalised
 from deepnmt.tasks.speech.model import build_of, initial_weights
-from deepnmt.tasks.speech.prepare import open_speech, prepare_speech
+from deepnmt.tasks.speech.prepare import PreparedSpeech
 from deepnmt.tasks.speech.recognise import load_speech, recognise, recognise_list
 from deepnmt.tasks.speech.settings import SHORTER, SpecAugment, SpeechRecipe
 from deepnmt.tasks.speech.task import TASK, validate
@@ -110,7 +110,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("speech")
     make_list(folder, "train", 40, 1)
     make_list(folder, "valid", 7, 2)
-    prepare_speech(recipe_in(folder))
+    PreparedSpeech.prepare(recipe_in(folder))
     return folder
 
 
@@ -188,7 +188,7 @@ def test_what_is_hidden_depends_on_seed_epoch_and_utterance_alone() -> None:
 def test_padding_changes_no_output(prepared: Path) -> None:
     """Of an utterance alone and beside longer ones: the memory, the loss, and what is recognised."""
     recipe = recipe_in(prepared, model={"dropout": 0.0})
-    data = open_speech(recipe)
+    data = PreparedSpeech.open(recipe)
     model = build_of(recipe, data.vocab.size)(lambda part: None).eval()
     fill(model, initial_weights(recipe, data.vocab.size))
     for name, p in model.named_parameters():
@@ -196,12 +196,12 @@ def test_padding_changes_no_output(prepared: Path) -> None:
             p.detach().uniform_(-1, 1, generator=torch.Generator().manual_seed(5))  # which padding would let through
     utterances = data.utterances("train")
     rows = [int(row) for row in np.argsort(utterances.src_lengths)[[0, 1, 20, -1]]]
-    together = utterances.whole_batch(rows, torch.device("cpu"))
+    together = utterances.batch(rows, 0, torch.device("cpu"))
     with torch.no_grad():
         memory = model.encode(together["src"], together["src_lengths"])
         sums = 0.0
         for place, row in enumerate(rows):
-            alone = utterances.whole_batch([row], torch.device("cpu"))
+            alone = utterances.batch([row], 0, torch.device("cpu"))
             length = int(alone["src_lengths"][0])
             expected = model.encode(alone["src"], alone["src_lengths"])[0]
             torch.testing.assert_close(memory[place, :length], expected, rtol=1e-5, atol=1e-5)
@@ -237,7 +237,7 @@ def test_convolutions_follow_their_formula(prepared: Path) -> None:
 
 def test_batches_hold_as_many_frames_as_the_recipe_says(prepared: Path) -> None:
     recipe = recipe_in(prepared)
-    data = open_speech(recipe)
+    data = PreparedSpeech.open(recipe)
     stream, utterances = TASK.stream(recipe, data), data.utterances("train")
     plan = plan_epoch(utterances.src_lengths, utterances.trg_lengths, 300, recipe.seed, 0)
     batches = [stream.batch(0, index, torch.device("cpu")) for index in range(stream.epoch_size(0))]
@@ -254,7 +254,7 @@ def losses(folder: str, layout: str) -> int:
     """Runs on each rank: the losses and the norms of four updates and a validation, into a file by the first."""
     with processes(1, group=layout != "local") as ranks:
         recipe = recipe_in(Path(folder), batch={"accumulation": 2 // ranks.world}, parallel=parallel(layout, threads=1))
-        data = open_speech(recipe)
+        data = PreparedSpeech.open(recipe)
         engine = TASK.start(recipe, layout_of(recipe, ranks.world), data, ranks, True)
         stream, state, found = TASK.stream(recipe, data), TrainState(), []
         for done in updates(engine, stream, recipe, state, ranks):

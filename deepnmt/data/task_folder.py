@@ -1,0 +1,203 @@
+"""The prepared folder of a task with one vocabulary: there whole or not at all, with a manifest.
+
+    src.spm, trg.spm    the vocabulary, twice, so that `vocab.model` finds it
+    manifest.json       settings, hashes of the inputs, counts, sizes and hashes of the files
+
+A task says in a subclass of `PreparedFolder` what else is in it. The folder depends on the recipe's texts and on what
+`prepared_settings` names alone. That of translation has two vocabularies and more, see `prepared.py`.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from deepnmt import folders
+from deepnmt.config import Fact, Recipe
+from deepnmt.data.arrays import KIND, TOKENS, array_of
+from deepnmt.data.prepare import only_one_process
+from deepnmt.data.prepared import REMEDY, manifest_of_task
+from deepnmt.data.text import files_of
+from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
+from deepnmt.errors import UserError
+from deepnmt.files import sha256
+from deepnmt.progress import print_status
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+SPLITS = ("train", "valid")
+VOCABULARY = ("kind", "size", "byte_fallback", "character_coverage", "max_sentences")  # settings of one that is trained
+
+
+def kind_of_folder(format_: str) -> folders.Kind:
+    """The kind of a task's folder, whose manifest says this format."""
+    return replace(KIND, formats=(format_,))
+
+
+class PreparedFolder:
+    """A complete folder; made by `open`. A subclass sets `kind`, and has `write` and `describe`.
+
+    Attributes:
+        kind: of the folder, see `kind_of_folder`.
+        same_content: whether `open` compares the hashes of the files that the folder was made from; else their sizes.
+    """
+
+    kind: ClassVar[folders.Kind]
+    same_content: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    @classmethod
+    def write(cls, recipe: Any, folder: Path) -> dict[str, dict[str, int]]:
+        """Fills an empty folder from the recipe's texts; returns the counts of each split. Raises `UserError`."""
+        raise NotImplementedError
+
+    @classmethod
+    def describe(cls, recipe: Any, counts: dict[str, int]) -> str:
+        """A line about a split."""
+        raise NotImplementedError
+
+    @classmethod
+    def open(cls, recipe: Recipe, texts: bool = True) -> Self:
+        """The recipe's prepared data; `texts`: whether the files they were made from, if they are on this machine, must
+        be the same.
+
+        Raises:
+            UserError: there is none, or it was made with other settings or from other files.
+        """
+        folder = Path(recipe.data.folder)
+        manifest = manifest_of_task(folder, prepared_settings(recipe), cls.kind)
+        for split in SPLITS if texts else ():
+            files = split_files(recipe, split)
+            if not all(file.is_file() for file in files):
+                continue
+            then = manifest["inputs"][split]
+            if cls.same_content:
+                same = [entry["sha256"] for entry in then] == [sha256(file) for file in files]
+            else:
+                same = [entry["bytes"] for entry in then] == [file.stat().st_size for file in files]
+            if not same:
+                raise UserError(f"the files of data.{split} have changed since {folder} was prepared; restore them, or "
+                                f"{REMEDY}")
+        return cls(folder, manifest)
+
+    @classmethod
+    def prepare(cls, recipe: Recipe, part: str = "") -> Path:
+        """Prepares the recipe's data and returns their folder; one that is up to date is not changed.
+
+        Raises:
+            UserError: a text is faulty or changes meanwhile; the vocabulary does not suit it; the folder holds other
+                data or cannot be written. Nothing is left of it then.
+        """
+        if part:
+            raise UserError(f"--part is {part}, but the data of task: {recipe.task} are prepared in one piece; "
+                            "leave it out")
+        folder = Path(recipe.data.folder)
+        inputs = inputs_of(recipe)
+        if folder.is_dir() and any(folder.iterdir()):
+            data = cls.open(recipe)
+            for split in SPLITS:
+                if _hashes(data.manifest["inputs"][split]) != _hashes(inputs[split]):
+                    raise UserError(f"{folder} was prepared from other files than data.{split} names; {REMEDY}")
+            data.verify()
+            print_status(f"{folder} is up to date")
+            return folder
+        target = Path(os.path.realpath(folder))
+        with folders.reporting(folder, cls.kind), only_one_process(target):
+            folders.recover_after_kill(target.parent, glob.escape(target.name))
+            with folders.new_folder(target, cls.kind) as temporary:
+                splits = cls.write(recipe, temporary)
+                if inputs_of(recipe) != inputs:
+                    raise UserError("a text changed while it was prepared, so nothing was kept; wait until nothing "
+                                    "writes it any more, and prepare it again")
+                facts = {"format": cls.kind.formats[0], "settings": prepared_settings(recipe), "inputs": inputs,
+                         "splits": splits}
+                folders.publish(temporary, target, folders.entries_of(temporary, target, cls.kind), facts, cls.kind)
+        for split, counts in splits.items():
+            print_status(f"{split}: {cls.describe(recipe, counts)}")
+        return folder
+
+    @cached_property
+    def vocab(self) -> Vocabulary:
+        """The vocabulary."""
+        return Vocabulary.load(self.path("src.spm"))
+
+    def path(self, name: str) -> Path:
+        """A file that the manifest names. Raises `DamagedFolder`."""
+        return folders.require_named(self.folder, self.manifest, name, self.kind)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what training reads."""
+        return folders.hash_of({name: entry["sha256"] for name, entry in self.manifest["files"].items()})
+
+    def verify(self) -> None:
+        """Compares every byte with the manifest, and tokens with the vocabulary. Raises `UserError`."""
+        folders.check_files(self.folder, self.manifest, None, (), self.kind)
+        for name in self.manifest["files"]:
+            suffix = name.rpartition(".")[2]
+            if suffix not in TOKENS:
+                continue
+            highest = int(array_of(self.folder / name, TOKENS[suffix]).max(initial=0))
+            if highest >= self.vocab.size:
+                raise folders.DamagedFolder(self.folder, f"{name} has a token {highest}, but the vocabulary has "
+                                            f"{self.vocab.size} pieces", self.kind)
+
+
+def prepared_settings(recipe: Recipe) -> dict[str, Any]:
+    """What a folder depends on beside the texts: the settings of `data` that say so, and those of the vocabulary."""
+    settings: dict[str, Any] = {}
+    for key in type(recipe).marked(Fact.PREPARED):
+        section, _, name = key.partition(".")
+        if section == "data":
+            settings[key] = getattr(recipe.data, name)
+    if recipe.vocab.model is not None:
+        settings["vocab.model"] = True
+        return settings
+    for name in VOCABULARY:
+        settings[f"vocab.{name}"] = getattr(recipe.vocab, name)
+    return settings
+
+
+def split_files(recipe: Recipe, split: str) -> list[Path]:
+    """The files that `data.train` or `data.valid` names."""
+    return [Path(name) for name in files_of(getattr(recipe.data, split))]
+
+
+def inputs_of(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+    """Name, size and hash of the files of each split. Raises `UserError` if one is not there."""
+    inputs: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+    for split, entries in inputs.items():
+        for file in split_files(recipe, split):
+            if not file.is_file():
+                raise UserError(f"data.{split}: there is no file {file}; correct its path")
+            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
+    return inputs
+
+
+def _hashes(entries: Iterable[dict[str, Any]]) -> list[str]:
+    return [entry["sha256"] for entry in entries]
+
+
+def write_vocabulary(recipe: Recipe, folder: Path, lines: Iterable[str], tags: Sequence[str] = ()) -> Vocabulary:
+    """Writes the vocabulary that `vocab.model` names, or one that is trained on these lines, into a folder.
+
+    Raises:
+        UserError: see `given_vocabularies` and `train_vocabulary`.
+    """
+    if recipe.vocab.model is not None:
+        vocab = Vocabulary(given_vocabularies(recipe.vocab, tags)[0])
+    else:
+        print_status(f"training the vocabulary of {recipe.vocab.size} {recipe.vocab.kind} pieces")
+        vocab = Vocabulary(train_vocabulary(islice(lines, recipe.vocab.max_sentences), recipe.vocab, tags))
+    for name, content in vocab.files.items():
+        (folder / name).write_bytes(content)
+    return vocab
