@@ -15,6 +15,7 @@ from deepnmt.arguments import given, parse, positive
 from deepnmt.cli import Command, overview_of, run_command
 from deepnmt.config.choices import INITS
 from deepnmt.errors import UserError
+from deepnmt.files import read_numbered_log
 
 PROGRAM = "python -m studies"
 plain_parser = partial(arguments.plain_parser, program=PROGRAM)
@@ -424,12 +425,16 @@ def collapse(words: list[str]) -> None:
         "python -m studies collapse recipes/multi30k/compare_18l-18l.yaml",
     )
     add_options(parser, ("--runs", "FILE", Path, None, "default: studies/collapse_runs.jsonl"),
-                ("--count", "N", int, 180, "number of runs (default: %(default)s)"), SECONDS)
+                ("--count", "N", int, 180, "number of runs (default: %(default)s)"), SECONDS,
+                ("--plot", "FILE", Path, None, "draw what the source is worth by the encoder's rate and block"))
     args, recipe = parse(parser, words)
     positive(args, "count")
-    from studies.collapse import run_draws
+    from studies.collapse import plot, run_draws
 
-    print(run_draws(recipe, args.runs or Path("studies/collapse_runs.jsonl"), args.count, args.seconds))
+    runs = args.runs or Path("studies/collapse_runs.jsonl")
+    print(run_draws(recipe, runs, args.count, args.seconds))
+    if args.plot:
+        plot([record for _, record in read_numbered_log(runs)], args.plot)
 
 
 def mlm(words: list[str]) -> int:

@@ -23,6 +23,7 @@ import deepnmt
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
+from deepnmt.plots import COLOURS, GREY, LEGEND, panels, save
 from deepnmt.progress import print_status
 from studies.runs import Record, json_lines
 
@@ -163,3 +164,35 @@ def effects(records: Sequence[Record]) -> list[tuple[str, float, float]]:
     noise = float(((gains - design @ weights) ** 2).sum()) / freedom
     errors = np.sqrt(noise * np.diag(np.linalg.pinv(design.T @ design)))
     return [(name, float(weight), float(error)) for name, weight, error in zip(names, weights, errors, strict=True)]
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """Draws what the source is worth against the encoder's rate, with a panel for each block."""
+    blocks, rates = LEVELS["block"], LEVELS["encoder_rate"]
+    figure, each = panels(blocks, "the encoder's peak rate", "gain, nats a target token",
+                          "What the source is worth after 300 updates, by the encoder's rate", columns=3)
+    for axes, block in zip(each, blocks, strict=True):
+        runs = [record for record in records if record["drawn"]["block"] == block and record["validations"]]
+        for collapsed, name in ((False, "a run"), (True, "a run whose encoder has collapsed")):
+            group = [record for record in runs
+                     if (record["validations"][-1]["encoder_common"] > COLLAPSED) == collapsed]
+            axes.plot([record["drawn"]["encoder_rate"] * _jitter(record["number"]) for record in group],
+                      [record["validations"][-1]["source_gain"] for record in group], linestyle="",
+                      marker="x" if collapsed else "o", markersize=4, color=COLOURS[collapsed],
+                      label=name if axes is each[0] else None)
+        gains = {rate: [record["validations"][-1]["source_gain"] for record in runs
+                        if record["drawn"]["encoder_rate"] == rate] for rate in rates}
+        means = {rate: fmean(group) for rate, group in gains.items() if group}
+        axes.plot(list(means), list(means.values()), color=GREY, linewidth=1,
+                  label="mean of a rate" if axes is each[0] else None)
+        axes.set_xscale("log")
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.set_xticks([], minor=True)
+        axes.set_xlim(rates[0] / 1.5, rates[-1] * 1.5)
+    figure.legend(loc="outside lower center", ncols=3, **LEGEND)
+    save(figure, path)
+
+
+def _jitter(number: int) -> float:
+    """Tells runs of one rate apart in the picture: a factor between 0.8 and 1.25."""
+    return 1.25 ** random.Random(number).uniform(-1, 1)

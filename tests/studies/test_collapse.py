@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def test_a_run_is_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     text = collapse.run_draws(recipe, tmp_path / "runs.jsonl", 1, 600)
     assert (tmp_path / "runs.jsonl").read_text(encoding="utf-8") == first and len(first.splitlines()) == 1
     assert text.startswith("1 runs ended of 1") and "| block | post_ln | 1 |" in text
+    collapse.plot(json.loads(f"[{first}]"), tmp_path / "runs.png")
+    assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
 def test_the_fit_finds_what_was_planted() -> None:
