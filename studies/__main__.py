@@ -474,6 +474,41 @@ def deep_blocks(words: list[str]) -> None:
     print(measure_all(args.blocks or list(choices.BLOCKS), args.layers, args.updates))
 
 
+def rate_ramp(words: list[str]) -> None:
+    """Find the highest learning rate that each block bears."""
+    layer_study(words, "rate-ramp",
+                "Trains a recipe with each block from scratch. The learning rate begins at 1e-4 and grows by 1 % in\n"
+                "each update until the loss rises. Prints what it was when the loss was lowest.",
+                "studies/ramp_runs.jsonl")
+
+
+def layer_worth(words: list[str]) -> None:
+    """See how signal and gradient go through the layers, and what each layer is worth."""
+    layer_study(words, "layer-worth",
+                "Trains a recipe with each block, and measures each layer: the variance of its output, the norm of\n"
+                "its gradient, and how much the validation loss rises without it.",
+                "studies/layer_runs.jsonl")
+
+
+def layer_study(words: list[str], name: str, what: str, runs: str) -> None:
+    """One of the two studies of `studies/layers.py`."""
+    parser = recipe_parser(
+        name, f"{what} Each run becomes a line of\nRUNS; the same command trains the missing ones.",
+        f"python -m studies {name} recipes/multi30k/compare_18l-18l.yaml --depths 6 --blocks pre_ln keel --seeds 1")
+    add_options(parser, (*BLOCKS[:4], "blocks, or ENCODER/DECODER pairs (default: twelve)"),
+                ("--depths", "N", int, [6, 18], "layers of each stack (default 6 18)"),
+                ("--seeds", "N", int, [1, 2, 3], "default 1 2 3"),
+                ("--runs", "FILE", Path, Path(runs), "default: %(default)s"), SECONDS)
+    args, recipe = parse(parser, words)
+    positive(args, "depths")
+    from studies import layers
+
+    measure, table = {"rate-ramp": (layers.rate_ramp, layers.ramp_table),
+                      "layer-worth": (layers.layer_worth, layers.worth_table)}[name]
+    print(table(layers.study(recipe, measure, args.blocks or layers.BLOCKS, args.depths, args.seeds, args.runs,
+                             args.seconds)))
+
+
 def equal_systems(words: list[str]) -> None:
     """Count how often two equal systems are called different."""
     parser = plain_parser(
@@ -605,6 +640,8 @@ STUDIES: dict[str, Command] = {
     "collapse": collapse,
     "mlm": mlm,
     "deep-blocks": deep_blocks,
+    "rate-ramp": rate_ramp,
+    "layer-worth": layer_worth,
     "benchmark": benchmark,
     "searches": searches,
     "layouts": layouts,
