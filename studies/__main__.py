@@ -498,15 +498,15 @@ def layer_study(words: list[str], name: str, what: str, runs: str) -> None:
     add_options(parser, (*BLOCKS[:4], "blocks, or ENCODER/DECODER pairs (default: twelve)"),
                 ("--depths", "N", int, [6, 18], "layers of each stack (default 6 18)"),
                 ("--seeds", "N", int, [1, 2, 3], "default 1 2 3"),
-                ("--runs", "FILE", Path, Path(runs), "default: %(default)s"), SECONDS)
+                ("--runs", "FILE", Path, None, f"default: {runs}"), SECONDS)
     args, recipe = parse(parser, words)
     positive(args, "depths")
     from studies import layers
 
     measure, table = {"rate-ramp": (layers.rate_ramp, layers.ramp_table),
                       "layer-worth": (layers.layer_worth, layers.worth_table)}[name]
-    print(table(layers.study(recipe, measure, args.blocks or layers.BLOCKS, args.depths, args.seeds, args.runs,
-                             args.seconds)))
+    print(table(layers.study(recipe, measure, args.blocks or layers.BLOCKS, args.depths, args.seeds,
+                             args.runs or Path(runs), args.seconds)))
 
 
 def equal_systems(words: list[str]) -> None:
