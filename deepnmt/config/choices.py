@@ -107,7 +107,7 @@ class BlockFacts(Choice):
     foldable: bool = False
     rewritable: bool = False
     norm_free: bool = False
-    exported_as: Literal["post_ln", "pre_ln"] | None = None
+    exported_as: Literal["post_ln", "pre_ln", "peri_ln"] | None = None
     unstable_deep: bool = False
     made_for_depth: bool = False
     learns_early: bool = False
@@ -210,7 +210,7 @@ BLOCKS = Choices({
         family=_BELOW, start="W_{l,k} = 1/(l+1)", cost="as `dlcl`", claim="the post-norm form, same paper",
         seen="4.49 nats after 300 updates", take="as `dlcl`"),
     "peri_ln": BlockFacts(
-        line="x ← x + LN'_i(F_i(LN_i(x)))", paper="Kim et al. 2025", growable=True,
+        line="x ← x + LN'_i(F_i(LN_i(x)))", paper="Kim et al. 2025", exported_as="peri_ln", growable=True,
         family=_PRE, cost="K LNs",
         claim="steadier than Pre-LN at 0.4B to 3.2B: 0 of 5 runs diverge; in Gemma 2, 3 and T5Gemma",
         seen="memory × 1.17, time × 1.3", take="fp16, or a Pre-LN that diverges"),

@@ -22,6 +22,12 @@ POSITIONS = 1025  # rows of the position tables at least: CTranslate2 reads up t
 _ACTIVATIONS = {name: kind for kind, names in (
     (common_spec.Activation.RELU, ("relu", "reglu")), (common_spec.Activation.GELU, ("gelu", "geglu")),
     (common_spec.Activation.SWISH, ("silu", "swiglu"))) for name in names}
+# The norms before and after each sub-layer of a Peri-LN layer; those of others are parts of the sub-layers.
+_PERI_NORMS = {
+    "self_attn": ("input_layer_norm", "post_attention_layer_norm"),
+    "cross_attn": ("external_pre_encoder_attention_layer_norm", "external_post_encoder_attention_layer_norm"),
+    "ffn": ("pre_feedforward_layer_norm", "post_feedforward_layer_norm"),
+}
 
 
 def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
@@ -30,13 +36,8 @@ def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     Raises:
         UserError: see `to_plain`.
     """
-    plain = to_plain(loaded, "CTranslate2", ("norm", "activation"))
-    encoder, decoder = (
-        spec(plain.model.stack(side).layers, plain.heads(side), pre_norm=plain.kind(side) == "pre_ln",
-             activation=_ACTIVATIONS[plain.model.activation], ffn_glu=ACTIVATIONS[plain.model.activation].rows == 2,
-             rms_norm=not NORMS[plain.model.norm].centres and not plain.norm_free(side))
-        for side, spec in zip(SIDES, (transformer_spec.TransformerEncoderSpec, transformer_spec.TransformerDecoderSpec),
-                              strict=True))
+    plain = to_plain(loaded, "CTranslate2", ("norm", "activation"), ("post_ln", "pre_ln", "peri_ln"))
+    encoder, decoder = (_new_stack(plain, side) for side in SIDES)
     _fill_stack(encoder, encoder.embeddings[0], plain, "encoder")
     _fill_stack(decoder, decoder.embeddings, plain, "decoder")
     _fill(decoder.projection, plain.output())
@@ -53,28 +54,48 @@ def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     spec.save(str(folder))
 
 
+def _new_stack(plain: Plain, side: Side) -> Any:
+    stack = plain.model.stack(side)
+    peri = plain.kind(side) == "peri_ln"
+    options = {
+        "pre_norm": plain.kind(side) != "post_ln", "pre_post_layer_norm": peri,
+        "activation": _ACTIVATIONS[plain.model.activation], "ffn_glu": ACTIVATIONS[plain.model.activation].rows == 2,
+        "rms_norm": not NORMS[plain.model.norm].centres and not plain.norm_free(side),
+    }
+    if side == "encoder":
+        return transformer_spec.TransformerEncoderSpec(stack.layers, plain.heads(side), **options)
+    return transformer_spec.TransformerDecoderSpec(
+        stack.layers, plain.heads(side), external_pre_post_encoder_layers=peri, **options)
+
+
 def _fill_stack(spec: Any, embeddings: Any, plain: Plain, side: Side) -> None:
     spec.scale_embeddings = plain.scaled(side)
     embeddings.weight = _fp32(plain.table(side))
     spec.position_encodings.encodings = _fp32(plain.positions(side, max(plain.model.max_length, POSITIONS)))
-    if plain.kind(side) == "pre_ln":
+    if plain.kind(side) != "post_ln":
         _fill_norm(spec.layer_norm, plain.norm(f"{side}.norm"))
     for index, layer in enumerate(spec.layer):
         name = f"{side}.layers.{index}"
         attentions: list[tuple[Any, str, tuple[str, ...]]] = [(layer.self_attention, "self_attn", ("qkv", "out"))]
         if side == "decoder":
             attentions.append((layer.attention, "cross_attn", ("q", "kv", "out")))
-        for number, (attention, sublayer, matrices) in enumerate(attentions):
+        for attention, sublayer, matrices in attentions:
             for linear, matrix in zip(attention.linear, matrices, strict=True):
                 _fill(linear, plain.linear(f"{name}.{sublayer}.{matrix}"))
-            _fill_norm(attention.layer_norm, plain.norm(f"{name}.rule.norms.{number}"))
         weight, bias = plain.linear(f"{name}.ffn.fc1")
         if ACTIVATIONS[plain.model.activation].rows == 2:  # the activation's half and the gate's
             (weight, gate), (bias, shift) = np.split(weight, 2), np.split(bias, 2)
             _fill(layer.ffn.linear_0_noact, (gate, shift))
         _fill(layer.ffn.linear_0, (weight, bias))
         _fill(layer.ffn.linear_1, plain.linear(f"{name}.ffn.fc2"))
-        _fill_norm(layer.ffn.layer_norm, plain.norm(f"{name}.rule.norms.{len(attentions)}"))
+        parts = {sublayer: attention for attention, sublayer, _ in attentions} | {"ffn": layer.ffn}
+        for number, (sublayer, part) in enumerate(parts.items()):
+            if plain.kind(side) == "peri_ln":
+                before, after = (getattr(layer, norm) for norm in _PERI_NORMS[sublayer])
+                _fill_norm(after, plain.norm(f"{name}.rule.out_norms.{number}"))
+            else:
+                before = part.layer_norm
+            _fill_norm(before, plain.norm(f"{name}.rule.norms.{number}"))
 
 
 def _fill(linear: Any, values: Pair) -> None:

@@ -1,4 +1,5 @@
-"""A trained model in the plain forms that other programs know: every stack is Post-LN or Pre-LN.
+"""A trained model in the plain forms that other programs know: every stack is Post-LN or Pre-LN; or Peri-LN, where a
+program knows that.
 
 Admin, DeepNorm, rezero_post_ln and looks_linear are Post-LN in other words (`post_ln.py`); lns is Pre-LN whose γ and β
 are smaller.
@@ -40,9 +41,12 @@ EPSILON = 1e-5  # of every LayerNorm
 SMALL = 2.0**-40
 
 
-def to_plain(loaded: LoadedModel, program: str, takes: Sequence[str] = ()) -> Plain:
+def to_plain(
+    loaded: LoadedModel, program: str, takes: Sequence[str] = (), forms: Sequence[str] = ("post_ln", "pre_ln")
+) -> Plain:
     """The model in plain form. `takes`: settings of which the program also knows the newer values, `norm` (RMSNorm) and
-    `activation` (gated FFNs). Raises `UserError` if one of its blocks has none."""
+    `activation` (gated FFNs). `forms`: those that the program knows. Raises `UserError` if one of the model's blocks
+    has none of them."""
     model = loaded.recipe.model
     for name, other in (("norm", not NORMS[model.norm].centres),
                         ("positions", not choices.POSITIONS[model.positions].added),
@@ -51,10 +55,10 @@ def to_plain(loaded: LoadedModel, program: str, takes: Sequence[str] = ()) -> Pl
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
     check_ramp(loaded)
+    carried = BLOCKS.where(lambda block: block.exported_as in forms or block.rewritable)
     for side in SIDES:
         stack = model.stack(side)
-        if not (stack.facts.exported_as or stack.facts.rewritable):
-            carried = BLOCKS.where(lambda block: block.exported_as or block.rewritable)
+        if stack.block not in carried:
             raise UserError(f"model.{side}.block is {stack.block}, which {program} cannot compute: its layers are "
                             "neither Post-LN nor Pre-LN in other words; export it with --to onnx, which carries "
                             f"every block (to {program} go {', '.join(carried)})")
@@ -76,7 +80,7 @@ class Plain:
     def norm_free(self, side: Side) -> bool:
         return self.model.stack(side).facts.norm_free
 
-    def kind(self, side: Side) -> Literal["post_ln", "pre_ln"]:
+    def kind(self, side: Side) -> Literal["post_ln", "pre_ln", "peri_ln"]:
         return self.model.stack(side).facts.exported_as or "pre_ln"
 
     def heads(self, side: Side) -> int:

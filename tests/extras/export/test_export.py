@@ -88,6 +88,8 @@ def test_each_target_and_each_rewriting_has_its_function() -> None:
     ("admin", "pre_ln", {"norm": "rms_norm", "activation": "swiglu"}),
     ("rezero", "deepnorm", {"norm": "rms_norm", "activation": "geglu", "tied": "none"}),
     ("post_ln", "rezero_post_ln", {"activation": "reglu"}), ("lns", "lns", {}), ("lns", "admin", {"norm": "rms_norm"}),
+    ("peri_ln", "peri_ln", {}), ("peri_ln", "deepnorm", {"norm": "rms_norm", "activation": "swiglu"}),
+    ("rezero", "peri_ln", {"tied": "none"}),
 ])
 def test_every_block_with_a_plain_form_goes_to_ctranslate2(
     encoder: str, decoder: str, settings: dict[str, Any], tmp_path: Path
@@ -117,10 +119,10 @@ def test_every_block_goes_to_onnx(encoder: str, decoder: str, settings: dict[str
 
 
 @pytest.mark.parametrize("block", BLOCKS.where(
-    lambda block: not (block.exported_as or block.rewritable)))
+    lambda block: block.exported_as not in ("post_ln", "pre_ln") and not block.rewritable))
 def test_what_has_no_plain_form_is_refused(block: str, tmp_path: Path) -> None:
-    with user_error(f"^model.decoder.block is {block}, which CTranslate2 cannot compute: .* --to onnx"):
-        to_plain(loaded_of(shapes("post_ln", block), tmp_path), "CTranslate2")
+    with user_error(f"^model.decoder.block is {block}, which transformers cannot compute: .* --to onnx"):
+        to_plain(loaded_of(shapes("post_ln", block), tmp_path), "transformers")
 
 
 def test_a_model_that_still_grows_by_prores_is_refused(tmp_path: Path) -> None:
