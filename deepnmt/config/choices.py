@@ -223,7 +223,7 @@ BLOCKS = Choices({
         line="x ← LN'_i(αx + F_i(LN_i(x))), α = KL", paper="Chen et al. 2026",
         family=_POST, cost="K LNs",
         claim="60.9 (Pre-LN 57.9) mean score at 1,024 sub-layers; not for little data",
-        seen="memory × 1.17, time × 1.2",
+        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L",
         take="hundreds of layers, much text, high rates"),
     "siamese": BlockFacts(
         line="x ← LN_x(x); z = F_i(LN_i(x + LN_y(y))); x ← x + z/√(K(l+1)); y ← y + z", paper="arXiv 2602.08064",
@@ -235,11 +235,11 @@ BLOCKS = Choices({
         family=_PRE,
         start="v, out, fc1, fc2 × √ln(3M) (decoder), × √(ln(3M)·ln(2N)/3) (encoder); not in the cross-attention",
         cost="2 LNs, of D and I", claim="one block for text, vision and speech, better than the usual one of each",
-        seen="memory × 1.33, time × 1.3; not run at 100L", take="its constants are made for an encoder-decoder"),
+        seen="memory × 1.33, time × 1.3", take="its constants are made for an encoder-decoder"),
     "mix_ln": BlockFacts(
         line="as `post_ln` in the lowest quarter of the layers, as `pre_ln` above", paper="Li et al. 2024",
         family=_PRE, claim="better than Pre-LN from 70M to 7B; at Keel's depths only at low rates",
-        seen="memory × 1.00, time × 1.0; not run at 100L",
+        seen="memory × 1.00, time × 1.0",
         take="a baseline; its authors now propose `lns`"),
     "attn_res": BlockFacts(
         line="v_j = F_j(LN_j(Σ_i a_ij·v_i)), a_·j = softmax_i(w_j·RMSNorm(v_i))", paper="Kimi Team 2026",
@@ -249,13 +249,13 @@ BLOCKS = Choices({
     "block_attn_res": BlockFacts(
         line="as `attn_res`, over sums of ⌈KL/N⌉ sub-layers", paper="Kimi Team 2026", options=("residual_blocks",),
         family=_BELOW, start="w = 0", cost="2KD; keeps at most N + 1 tensors", claim="nearly as `attn_res`",
-        seen="memory × 1.18, time × 2.9; not run at 100L", take="depth beyond 20 layers of the same"),
+        seen="memory × 1.18, time × 2.9", take="depth beyond 20 layers of the same"),
     "hyper": BlockFacts(
         line="H ← A_rᵀH + Bᵀ F_i(LN_i(A_mᵀH)), n streams H", paper="Zhu et al. 2024", options=("streams",),
         family=_STREAMS, start="W = 0, s = 0.01, A_m = e_{k mod n}, A_r = I, B = 1",
         cost="K(n + 2)(D + n) + 2K and K LNs; n streams",
         claim="1.8 × faster to a loss in OLMoE; others saw it diverge at 3B",
-        seen="memory × 3.18, time × 2.4; not run at 100L",
+        seen="memory × 3.18, time × 2.4",
         take="its own question"),
     "mhc": BlockFacts(
         line="H ← H_res·H + H_postᵀ F_i(LN_i(H_pre·H)), H_res doubly stochastic", paper="Xie et al. 2025",

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from published_blocks import FFN, FIXTURE, HEADS, LAYERS, STREAMS, branch, fill, wave
+from published_blocks import D as WIDTH
 from small_models import BLOCKS, VOCAB, batch, batch_of, model_of, shapes
 from test_blocks import branches_of, new, position_of, stream_of
 from tiny_engines import batches, build, export_state, recipe_with, step
@@ -301,3 +304,72 @@ def test_the_weights_of_attention_residuals_are_those_of_inkling2() -> None:
     a = weights.unsqueeze(-1)
     torch.testing.assert_close((a * torch.stack(normed, -2)).sum(-2), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours(sources), (a * torch.stack(sources, -2)).sum(-2), rtol=1e-5, atol=1e-6)
+
+
+def published(name: str, *shape: int) -> torch.Tensor:
+    """What published code puts out, as `tests/support/published_blocks.py` has computed it."""
+    return torch.tensor(json.loads(FIXTURE.read_text(encoding="utf-8"))[name], dtype=torch.float64).view(shape)
+
+
+@torch.no_grad()
+def test_siamese_norm_is_that_of_its_authors() -> None:
+    """Both streams of SiameseNorm 70efa00c after three layers."""
+    streams: Any = (wave(1, 2, 3, WIDTH),) * 2
+    for index in range(LAYERS):
+        rule: Any = new("siamese", LayerPosition("encoder", index, LAYERS, LAYERS, WIDTH)).double()
+        for i in range(2):
+            for number, norms in enumerate((rule.post_norms, rule.pre_norms, rule.norms)):
+                fill(norms[i], 10 * index + 3 * i + number)
+        streams = rule(streams, [branch(2 * index), branch(2 * index + 1)])
+    torch.testing.assert_close(torch.stack(streams), published("siamese", 2, 2, 3, WIDTH), rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_hyper_connections_are_those_that_are_published() -> None:
+    """hyper-connections 47751035, with its RMSNorm and a branch that has no norm."""
+    rule: Any = new("hyper", LayerPosition("encoder", 2, 6, 6, WIDTH, norm_kind="rms_norm")).double()
+    gate = rule.gates[1]  # of the sixth sub-layer
+    gate.norm.eps = 0.0
+    gate.maps.copy_(torch.cat([wave(1, WIDTH, STREAMS + 1), wave(4, WIDTH)[:, None]], 1))
+    gate.static.copy_(torch.cat([wave(0, STREAMS, STREAMS + 1), wave(3, STREAMS)[:, None]], 1).flatten())
+    gate.scales.copy_(torch.stack([wave(2), wave(5)]))
+    rule.norms[1] = nn.Identity()
+    found = rule.join(1, wave(9, 2, 3, STREAMS, WIDTH).unbind(-2), branch(1))
+    expected = published("hyper", 2, 3, STREAMS, WIDTH)
+    torch.testing.assert_close(torch.stack(found, -2), expected, rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
+def test_the_sub_layers_of_sub_ln_are_those_of_torchscale() -> None:
+    """torchscale 4d1e0e82: its self-attention and FFN have an inner norm, and its cross-attention has none.
+    Its constants are in `test_model.py`."""
+    model = config.Model.model_validate({
+        "width": WIDTH, "heads": HEADS, "ffn": FFN, "activation": "gelu", "max_length": 32,
+        **{side: {"block": "sub_ln", "layers": 1} for side in SIDES}})
+    layer: Any = new_model(model, VOCAB, VOCAB, 1).eval().double().decoder.layers[0]
+    x, memory = wave(1, 2, 3, WIDTH), wave(2, 2, 4, WIDTH)
+
+    def parameters(number: int, names: list[str], shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Those of their module, in the order of its names."""
+        return {name: 0.5 * wave(100 * number + index, *shapes[name]) for index, name in enumerate(names)}
+
+    names = [f"{part}_proj.{kind}" for part in ("k", "out", "q", "v") for kind in ("bias", "weight")]
+    square = {name: (WIDTH,) if name.endswith("bias") else (WIDTH, WIDTH) for name in names}
+    inner = [f"inner_attn_ln.{kind}" for kind in ("bias", "weight")]
+    own = parameters(0, [*inner, *names], {**square, **dict.fromkeys(inner, (WIDTH,))})
+    other = parameters(1, names, square)
+    for kind in ("bias", "weight"):
+        layer.self_attn.get_parameter(f"qkv.{kind}").copy_(torch.cat([own[f"{p}_proj.{kind}"] for p in "qkv"]))
+        layer.self_attn.get_parameter(f"out.{kind}").copy_(own[f"out_proj.{kind}"])
+        layer.self_attn.get_parameter(f"norm.{kind}").copy_(own[f"inner_attn_ln.{kind}"])
+        layer.cross_attn.get_parameter(f"q.{kind}").copy_(other[f"q_proj.{kind}"])
+        layer.cross_attn.get_parameter(f"kv.{kind}").copy_(torch.cat([other[f"{p}_proj.{kind}"] for p in "kv"]))
+        layer.cross_attn.get_parameter(f"out.{kind}").copy_(other[f"out_proj.{kind}"])
+    order = ["fc1.bias", "fc1.weight", "fc2.bias", "fc2.weight", "norm.bias", "norm.weight"]  # theirs: ffn_layernorm
+    for index, name in enumerate(order):
+        parameter = layer.ffn.get_parameter(name)
+        parameter.copy_(0.5 * wave(200 + index, *parameter.shape))
+    found = {"self_attn": layer.self_attn(x, None, causal=False), "ffn": layer.ffn(x),
+             "cross_attn": layer.cross_attn(x, *layer.cross_attn.keys_values(memory), None)}
+    for name, output in found.items():  # torchscale's softmax and activation are in fp32
+        assert float((output - published(name, 2, 3, WIDTH)).abs().max()) < 1e-6, name

@@ -29,12 +29,14 @@ from deepnmt.checkpoint.checkpoint import moments_in, newest_checkpoint, update_
 UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 24), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 KILLS = 7 if LONG else 3
-# name: processes, layout, pipeline stages. A new layout is one more row.
-LAYOUTS = {
-    "local": (1, "local", 0),
-    "zero1-2": (2, "zero1_fp32", 0),
-    "zero3-2": (2, "zero3_fp32", 0),
-    "pipeline-2": (2, "zero1_fp32", 2),
+# name: processes, layout, pipeline stages, settings. A new layout is one more row.
+LAYOUTS: dict[str, tuple[int, str, int, tuple[str, ...]]] = {
+    "local": (1, "local", 0, ()),
+    "zero1-2": (2, "zero1_fp32", 0, ()),
+    "zero3-2": (2, "zero3_fp32", 0, ()),
+    "pipeline-2": (2, "zero1_fp32", 2, ()),
+    # several streams, whose shares grow with the updates
+    "streams": (2, "zero1_fp32", 2, ("model.encoder.block=siamese", "model.decoder.block=mhc", "model.decoder.ramp=9")),
 }
 
 
@@ -86,9 +88,9 @@ def strike(warm: Warm, world: int, run: Path, goal: int, kind: str, draw: random
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    world, name, stages = LAYOUTS[layout]
+    world, name, stages, settings = LAYOUTS[layout]
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
-    options = (*layout_options(name, stages), f"train.updates={UPDATES}",
+    options = (*layout_options(name, stages), *settings, f"train.updates={UPDATES}",
                f"train.checkpoint_form={'shards' if world > 1 else 'auto'}", f"train.save_every={SAVE_EVERY}",
                f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2", "train.ema=0.9",
                "train.freeze=[encoder.layers.0]", "optimizer.lr_factors={decoder: 0.5}")
@@ -130,10 +132,10 @@ def make_way(checkpoints: Path, number: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS if LONG else ["local"])
 def test_killed_before_every_change_of_a_save(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    world, name, stages = LAYOUTS[layout]
+    world, name, stages, settings = LAYOUTS[layout]
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"
     updates = sum(CHANGES) // 10
-    options = (*layout_options(name, stages), f"train.updates={updates}",
+    options = (*layout_options(name, stages), *settings, f"train.updates={updates}",
                "train.save_every=1", "train.validate_every=100", "train.keep_last=2", "train.keep_best=0")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()
