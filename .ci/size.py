@@ -21,7 +21,7 @@ BUDGETS = {
     "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 17_200,
     "deepnmt/tasks": 32_500,
     "deepnmt": 16_900,  # its own files, not those of the rooms
-    "deepnmt/extras": 78_600, "studies": 55_900, "tests": 351_200,
+    "deepnmt/extras": 85_600, "studies": 55_900, "tests": 355_500,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

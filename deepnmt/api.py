@@ -319,6 +319,12 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
         KeyboardInterrupt: training was interrupted, and has saved.
     """
     checked = read_recipe(recipe, changes)
+    run_training(checked)
+    return load(Path(checked.run), "newest")  # whose plug-ins the recipe has named
+
+
+def run_training(checked: Recipe) -> None:
+    """What `train` does before it loads the model, for any task."""
     if rank_from_environment()[1] > 1:
         raise UserError("deepnmt.train runs on one process, but a launcher has started several; train with the command "
                         "instead: torchrun -m deepnmt train RECIPE")
@@ -330,11 +336,9 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
             checked.parallel.threads, group=group, device=checked.parallel.device,
             wait=checked.parallel.start_timeout) as ranks:
         code = train_run(checked, ranks)
-    run = Path(checked.run)
     if code == PREEMPTED:  # the handlers are those of before again
-        status = json.loads((run / "STATUS.json").read_bytes())
+        status = json.loads((Path(checked.run) / "STATUS.json").read_bytes())
         signal.raise_signal(signal.Signals[status["signal"]])
-    return load(run, "newest")  # whose plug-ins the recipe has named
 
 
 def prepare(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Path:

@@ -101,6 +101,7 @@ WORDS = {
     "serve": r"uvicorn|starlette|deepnmt serve|prometheus",
     "speech": r"filter ?banks?|soundfile|spec_?augment",
     "trackers": r"wandb|mlflow|trackers",
+    "tune": r"deepnmt tune\b|extras[./]tune",
 }
 # Settings that recipes and checkpoints of users have keep their names, their descriptions and their checks.
 SETTINGS = {"config/sections.py", "config/recipe.schema.json"}

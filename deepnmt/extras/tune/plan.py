@@ -1,0 +1,161 @@
+"""What is tried: the points of the search, and how many trials each of its stages gets.
+
+A point is a peak learning rate (`lr`, which is the rate of the embeddings), its factors for the layers of each side
+(`encoder`, `decoder`), and the share of the updates that the rate rises (`warmup`). Points are spread by a Sobol
+sequence over the logarithms of a box; later ones lie around the best so far, and may leave the box with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepnmt.config import Recipe
+
+Point = Mapping[str, float]
+Box = Mapping[str, tuple[float, float]]
+
+FACTORS = {"encoder": (0.03, 1.0), "decoder": (0.1, 1.0)}
+WARMUP = (0.05, 0.5)
+RATES = (1 / 4, 4.0)  # times the recipe's
+SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # what has kept encoders from collapsing
+LONGEST_WARMUP = 4000  # updates, unless the recipe has more: the share of a long run would be longer than any needs
+NEAR = 0.5  # of the box's width: how wide points lie around the best
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a search may cost.
+
+    Attributes:
+        runs: trials in all.
+        seconds: no trial begins that would end later.
+        updates: of a full trial.
+        seeds: of the best two on the small copy.
+    """
+
+    runs: int
+    seconds: float
+    updates: int
+    seeds: int
+
+    @property
+    def half(self) -> int:
+        """Updates of a first trial."""
+        return self.updates // 2
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Trials of each stage: the first ones, of half length; the best of them at full length; the two best with other
+    seeds; and those on the deep model, `depth` times as deep as the copy."""
+
+    first: int
+    again: int
+    seeds: int
+    deep: int
+    depth: float
+
+    @property
+    def runs(self) -> int:
+        """All trials."""
+        return self.first + self.again + self.seeds + self.deep
+
+    @property
+    def cost(self) -> float:
+        """All trials in units of a first one."""
+        return self.first + 2 * (self.again + self.seeds + self.deep * self.depth)
+
+
+def stages(runs: int, seeds: int, depth: float) -> Stages:
+    """Shares out trials; `depth` 1: there is no deeper model to try."""
+    deep = max(3, runs // 6) if depth > 1 else 0
+    left = runs - deep
+    repeated = min(2 * (seeds - 1), left // 4 // 2 * 2)
+    again = max(2, left // 5)
+    return Stages(left - repeated - again, again, repeated, deep, depth)
+
+
+def fitting(budget: Budget, least: int, depth: float, seconds: float) -> Stages:
+    """The most trials that fit into the budget, but `least`, if a first one takes so many seconds."""
+    runs = budget.runs
+    while runs > least and stages(runs, budget.seeds, depth).cost * seconds > budget.seconds:
+        runs -= 1
+    return stages(runs, budget.seeds, depth)
+
+
+def given(recipe: Recipe) -> Point:
+    """The point that the recipe is."""
+    point = {"lr": recipe.optimizer.lr}
+    for side in recipe.model.sides:
+        if side not in recipe.train.freeze:
+            point[side] = recipe.optimizer.lr_factors.get(side, 1.0)
+    return point | {"warmup": recipe.schedule.warmup / recipe.train.updates}
+
+
+def anchors(recipe: Recipe) -> list[Point]:
+    """The points that are tried first: the recipe's, and this one with slower sides."""
+    own = given(recipe)
+    if "encoder" not in own:
+        return [own]
+    return [own, *({**own, **{side: factor for side, factor in slow.items() if side in own}} for slow in SLOW)]
+
+
+def box_of(recipe: Recipe) -> Box:
+    """Where points are spread."""
+    low, high = RATES
+    box = {"lr": (low * recipe.optimizer.lr, high * recipe.optimizer.lr)}
+    return box | {side: FACTORS[side] for side in given(recipe) if side in FACTORS} | {"warmup": WARMUP}
+
+
+def spread(box: Box, number: int, centre: Point | None = None) -> Point:
+    """The point of this number in the box; with a `centre`, in a smaller one around that."""
+    places = torch.quasirandom.SobolEngine(len(box), scramble=True, seed=1).draw(number + 1)[number].tolist()
+    point = {}
+    for place, (name, (low, high)) in zip(places, box.items(), strict=True):
+        width = math.log(high / low)
+        value = low * math.exp(place * width)
+        if centre is not None:
+            value = (centre[name] or low) * math.exp((place - 0.5) * NEAR * width)
+        point[name] = float(f"{value if name == 'lr' else min(value, high):.2g}")
+    return point
+
+
+def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
+    """The settings of the recipe that a point stands for, in a run of so many updates."""
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    factors = {side: point[side] for side in FACTORS if (side in point and side in optimizer.lr_factors)
+               or point.get(side, 1.0) != 1.0}
+    before = {side: factor for side, factor in factors.items() if side not in optimizer.lr_factors}  # the last counts
+    settings: dict[str, Any] = {"optimizer.lr": point["lr"],
+                                "optimizer.lr_factors": {**before, **optimizer.lr_factors, **factors}}
+    settings["schedule.warmup"] = schedule.warmup
+    if point["warmup"] != given(recipe)["warmup"] or updates != recipe.train.updates:
+        settings["schedule.warmup"] = warmup_of(recipe, point["warmup"], updates)
+    if schedule.start:
+        settings["schedule.start"] = float(f"{schedule.start * point['lr'] / optimizer.lr:.3g}")
+    return settings
+
+
+def shortened(recipe: Recipe, updates: int) -> dict[str, int]:
+    """What the schedule counts in updates, in a run of so many."""
+    counts = {name: getattr(recipe.schedule, name) for name in ("decay", "step_update")}
+    return {name: max(2, count * updates // recipe.train.updates) for name, count in counts.items() if count}
+
+
+def warmup_of(recipe: Recipe, share: float, updates: int) -> int:
+    """Updates of a warm-up that is this share of a run, as far as the rest of the schedule leaves room."""
+    counts = shortened(recipe, updates)
+    room = min(updates - counts.get("decay", 1), counts.get("step_update", updates) - 1)
+    longest = max(LONGEST_WARMUP, recipe.schedule.warmup) if share >= 1 else max(0, min(LONGEST_WARMUP, room))
+    return min(longest, max(1, round(share * updates))) if share else 0
+
+
+def words(point: Point) -> str:
+    """A point in a few words."""
+    factors = ", ".join(f"{side} x {point[side]:g}" for side in FACTORS if side in point)
+    return ", ".join(filter(None, (f"rate {point['lr']:.2g}", factors, f"warm-up {100 * point['warmup']:.2g} %")))

@@ -1,0 +1,194 @@
+"""Trials: short runs of a recipe or of its small copy, each a line of `trials.jsonl`.
+
+A trial is known by its whole recipe and its data. So the same command goes on where it was stopped, and a changed
+recipe begins anew beside the old lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepnmt.api import read_recipe, run_training
+from deepnmt.config import Recipe, flatten
+from deepnmt.extras.tune.plan import Budget, Point, Stages, settings_of, shortened, words
+from deepnmt.files import drop_partial_line, read_log, read_numbered_log
+from deepnmt.progress import print_status
+from deepnmt.tasks.translation.source_use import SourceUse
+from deepnmt.training.divergence import Diverged
+from deepnmt.training.reporters import clock
+
+Record = Mapping[str, Any]
+LEAST_WORTH = 0.01  # nats a target token; a source that is worth less is not used
+
+
+class TimeIsOver(Exception):  # noqa: N818 (an end, not an error)
+    """The next trial would end after the budget's seconds."""
+
+
+@dataclass
+class Trials:
+    """The trials of one search.
+
+    Attributes:
+        recipe: the deep one.
+        small: its small copy.
+        folder: of `trials.jsonl`.
+        data: the fingerprint of the data.
+        processes: data-parallel processes whose updates a trial's have the size of.
+        stages: how many trials are planned; None: not known yet.
+        done: the records of this search so far, in their order.
+    """
+
+    recipe: Recipe
+    small: Recipe
+    folder: Path
+    data: str
+    budget: Budget
+    processes: int
+    stages: Stages | None = None
+    done: list[Record] = field(default_factory=list)
+    _known: dict[str, Record] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        file = self.folder / "trials.jsonl"
+        drop_partial_line(file)
+        for _, record in read_numbered_log(file):
+            if isinstance(record, dict) and "key" in record:
+                self._known[record["key"]] = record
+
+    def run(self, stage: str, point: Point, updates: int, seed: int, deep: bool = False) -> Record:
+        """The record of a trial, which is trained if there is none.
+
+        Raises:
+            TimeIsOver: there is no time left for it.
+            UserError: the recipe cannot be trained with these settings.
+        """
+        recipe = read_recipe(self.recipe if deep else self.small, {
+            **_alone(self.recipe, updates, self.processes), **settings_of(self.recipe, point, updates),
+            "seed": seed, "run": "trial"})
+        key = hashlib.sha256(f"{json.dumps(recipe.model_dump())}{self.data}".encode()).hexdigest()[:16]
+        cost = updates / self.budget.half * (_depth(self.recipe) / _depth(self.small) if deep else 1.0)
+        if key not in self._known:
+            if self.done and self._spent() + cost * self._seconds() > self.budget.seconds:
+                raise TimeIsOver
+            model = "-".join(f"{recipe.model.stack(side).layers}L" for side in recipe.model.sides)
+            print_status(f"{self._progress()}: {words(point)} ({model}, {updates:,} updates, seed {seed})")
+            self._clear(f"trial-{key}")
+            folder, begun = self.folder / f"trial-{key}", time.monotonic()
+            figures = _train(read_recipe(recipe, {"run": str(folder)}), self.folder / "training.log")
+            record = {"key": key, "stage": stage, "point": dict(point), "model": model, "updates": updates,
+                      "seed": seed, "cost": cost, **figures, "seconds": round(time.monotonic() - begun, 1)}
+            with open(self.folder / "trials.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            shutil.rmtree(folder, ignore_errors=True)
+            print_status(f"  {result(record)} ({record['seconds']:.0f} s)")
+            self._known[key] = record
+        record = {**self._known[key], "stage": stage}  # a trial may serve two stages
+        self.done.append(record)
+        return record
+
+    def _clear(self, present: str) -> None:
+        """Removes what stopped calls have left of trials, but of the present one, which goes on."""
+        for folder in self.folder.glob("trial-*"):
+            if folder.name != present:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def by_source(self) -> bool:
+        """Whether the source's worth is known, by which trials are compared; else by the loss."""
+        return any(record["source_gain"] is not None for record in self.done)
+
+    def worth(self, records: Sequence[Record]) -> tuple[bool, float]:
+        """By which trials with one point and several seeds are compared: whether all use their source, and the mean of
+        what it is worth, or of the loss, negative."""
+        if not self.by_source:
+            losses = [math.inf if record["diverged"] else record["loss"] for record in records]
+            return math.isfinite(max(losses)), -sum(losses) / len(losses)
+        gains = [-math.inf if record["diverged"] else record["source_gain"] for record in records]
+        return all(map(alive, records)), sum(gains) / len(gains)
+
+    def _spent(self) -> float:
+        return float(sum({record["key"]: record["seconds"] for record in self.done}.values()))
+
+    def _cost(self) -> float:
+        return float(sum({record["key"]: record["cost"] for record in self.done}.values()))
+
+    def _seconds(self) -> float:
+        """Of a first trial."""
+        return self._spent() / self._cost()
+
+    def _progress(self) -> str:
+        number = len(self.done) + 1
+        if self.stages is None:
+            return f"trial {number}"
+        left = (self.stages.cost - self._cost()) * self._seconds()
+        left = max(0.0, min(left, self.budget.seconds - self._spent()))
+        return f"trial {number} of {self.stages.runs}, about {clock(left)} left"
+
+
+def alive(record: Record) -> bool:
+    """Whether a trial's model uses its source: neither diverged nor collapsed."""
+    return not record["diverged"] and not record["collapsed"] and record["source_gain"] > LEAST_WORTH
+
+
+def result(record: Record) -> str:
+    """What came of a trial, in a few words."""
+    if record["diverged"]:
+        return "diverged"
+    said = f"loss {record['loss']:.3f}"
+    if record["source_gain"] is None:
+        return said
+    source = f"source {record['source_gain']:+.3f}, {said}, one vector {record['encoder_common']:.2f}"
+    return f"{source}: collapsed" if record["collapsed"] else source
+
+
+def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
+    """Trains a trial to its end and returns its figures."""
+    diverged = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None, "collapsed": False}
+    with open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(file):
+        try:
+            run_training(recipe)
+        except Diverged:
+            return diverged
+    [*_, valid] = (record for record in read_log(Path(recipe.run) / "log.jsonl") if record["type"] == "valid")
+    loss, use = float(valid["loss"]), SourceUse.of(valid)
+    # A nat worse than a guess among all tokens: what another source costs then means nothing.
+    wild = float(valid["perplexity"]) > math.e * recipe.vocab.size
+    if not math.isfinite(loss) or (use is not None and (wild or not math.isfinite(use.source_gain))):
+        return diverged
+    return {"diverged": False, "loss": round(loss, 4),
+            "source_gain": None if use is None else round(use.source_gain, 4),
+            "encoder_common": None if use is None else round(use.encoder_common, 3),
+            "collapsed": use is not None and use.collapsed}
+
+
+def _depth(recipe: Recipe) -> int:
+    return sum(recipe.model.stack(side).layers for side in recipe.model.sides)
+
+
+def _alone(recipe: Recipe, updates: int, processes: int) -> dict[str, Any]:
+    """The settings of a trial that are no subject of the search: it validates and saves at its end alone, and does
+    nothing that the choice does not need."""
+    changes: dict[str, Any] = {
+        "train.updates": updates, "train.validate_every": updates, "train.save_every": updates, "train.keep_last": 1,
+        "train.keep_best": 0, "train.keep_every": 0, "train.patience": 0, "train.epochs": None,
+        "train.max_seconds": None, "train.ema": None, "train.valid_bleu": False, "train.best_by": "loss",
+        "train.trackers": [], "train.probe_every": 0, "train.log_every": max(1, updates // 10),
+        "parallel.pipeline_stages": 0, "metrics": {}, "translate.choose": "score", "average_last": 1,
+    }
+    changes |= {f"schedule.{name}": count for name, count in shortened(recipe, updates).items()}
+    if recipe.batch.update_tokens is None:
+        changes["batch.accumulation"] = processes * recipe.batch.accumulation
+    known = flatten(recipe.model_dump())
+    if recipe.metrics:
+        known["metrics"] = recipe.metrics
+    return {name: value for name, value in changes.items() if name in known}

@@ -1,0 +1,250 @@
+"""`deepnmt tune`: a search on a small copy of a recipe, and its best points on the deep one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from deepnmt.api import read_recipe
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError
+from deepnmt.extras.tune.page import plot_trials, rows_of
+from deepnmt.extras.tune.plan import Budget, Point, anchors, box_of, fitting, given, settings_of, spread, words
+from deepnmt.extras.tune.trials import Record, TimeIsOver, Trials, result
+from deepnmt.extras.tune.written import file_to_write, write_tuned
+from deepnmt.files import make_run_folder, markdown_table, table, write_json, write_text
+from deepnmt.training.task import find_task
+
+SHALLOW = 3  # the copy has this part of the layers
+LEAST_LAYERS = 2  # of a side of the copy
+LEAST_RUNS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point with its trials, of one length and depth, which differ in their seeds."""
+
+    point: Point
+    records: Sequence[Record]
+
+
+def tune(
+    recipe: Recipe, budget: Budget, origin: str, write: Path | None = None, *, processes: int = 1,
+    replace: bool = False,
+) -> str:
+    """Searches, and writes the recipe with the best settings.
+
+    Args:
+        origin: where the recipe is from: a file, a shipped name or the folder of a run.
+        write: the file to write.
+        processes: that training will use.
+        replace: whether a file of that name may be there.
+
+    Returns:
+        The table and what was chosen.
+
+    Raises:
+        UserError: the data are not prepared, a file is there already, or no trial used its source.
+    """
+    output = Path(recipe.run) / "tune"
+    summary = output / "tune.json"
+    before = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
+    file = file_to_write(origin, write, before.get("written"), replace)
+    data = find_task(recipe.task).open(recipe, True)
+    make_run_folder(output)
+    trials = Trials(recipe, small_copy(recipe), output, str(getattr(data, "fingerprint", "")), budget, processes)
+    over = ""
+    try:
+        search(trials)
+    except TimeIsOver:
+        over = (f"The {budget.seconds / 60:g} minutes are over after {len(trials.done)} of {planned(trials)} trials; "
+                "the same command with more of them goes on.")
+    rows = rows_of(trials)
+    write_text(output / "tune.md", f"{markdown_table(rows)}\n")
+    best = choose(trials)
+    if best is None:
+        raise UserError(f"{failure(trials)}, so no recipe is written ({output / 'tune.md'} has the trials); give "
+                        f"longer ones, for example --updates {min(2 * budget.updates, recipe.train.updates)}, or "
+                        f"another block (docs/guide/which_block.md). {over}".rstrip())
+    plot_trials(trials, output / "tune.png", Path(recipe.run).name)
+    said = [table(rows, 2), *carried(trials, best), over, f"{output / 'tune.png'}"]
+    if best.point == given(recipe):
+        said.append(f"The settings of {origin} are the best of those tried, so no recipe is written.")
+        return "\n".join(filter(None, said))
+    tuned = read_recipe(recipe, {**settings_of(recipe, best.point, recipe.train.updates),
+                                 "run": f"{recipe.run.rstrip('/')}_tuned"})
+    text = write_tuned(file, origin, tuned)
+    write_json(summary, {"point": dict(best.point), "file": str(file), "written": text})
+    return "\n".join(filter(None, [*said, f"{file}: {words(best.point)}; run: {tuned.run}",
+                                   f"next: deepnmt run {file}"]))
+
+
+def small_copy(recipe: Recipe) -> Recipe:
+    """The recipe with a third of the layers on each side, but two, or all that there are."""
+    changes: dict[str, Any] = {}
+    for side in recipe.model.sides:
+        layers = recipe.model.stack(side).layers
+        changes[f"model.{side}.layers"] = min(layers, max(LEAST_LAYERS, round(layers / SHALLOW)))
+    if all(changes[f"model.{side}.layers"] == recipe.model.stack(side).layers for side in recipe.model.sides):
+        return recipe
+    if getattr(recipe.train, "guided_layer", 0):
+        changes["train.guided_layer"] = 0
+    return read_recipe(recipe, {**changes, **({"admin.profile": None} if recipe.admin.profile else {})})
+
+
+def depth_of(trials: Trials) -> float:
+    """How many times as deep as its copy the model is."""
+    layers = [sum(recipe.model.stack(side).layers for side in recipe.model.sides)
+              for recipe in (trials.recipe, trials.small)]
+    return layers[0] / layers[1]
+
+
+def failure(trials: Trials) -> str:
+    """A clause on what is wrong with all the trials of the last stage."""
+    if not trials.by_source:
+        return "no trial had a finite loss"
+    deep = candidates_of(trials, ("deep",))
+    return "no trial on the deep model used its source" if deep else "no trial used its source"
+
+
+def planned(trials: Trials) -> int:
+    return trials.stages.runs if trials.stages else trials.budget.runs
+
+
+def search(trials: Trials) -> None:
+    """All trials, stage by stage. Each is decided by the records before it, so that a stopped search goes on as it
+    would have gone. Raises `TimeIsOver`."""
+    recipe, budget = trials.recipe, trials.budget
+    first = anchors(recipe)
+    begun = trials.run("search", first[0], budget.half, recipe.seed)
+    trials.stages = plan = fitting(budget, LEAST_RUNS, depth_of(trials), begun["seconds"])
+    tried = [Candidate(first[0], [begun])]
+    around = (plan.first - len(first)) // 3  # of the first trials, near the best
+    box = box_of(recipe)
+    for number in range(1, plan.first):
+        point = first[number] if number < len(first) else spread(box, number)
+        if number >= plan.first - around:
+            point = spread(box, number, ranked(trials, tried)[0].point)
+        tried.append(Candidate(point, [trials.run("search", point, budget.half, recipe.seed)]))
+
+    longer: list[Candidate] = []
+    for candidate in distinct(ranked(trials, tried))[: plan.again]:
+        record = trials.run("longer", candidate.point, budget.updates, recipe.seed)
+        longer.append(Candidate(candidate.point, [record]))
+    finalists = ranked(trials, longer)[:2]
+    for number in range(1, plan.seeds // 2 + 1):
+        for place, candidate in enumerate(finalists):
+            record = trials.run("seeds", candidate.point, budget.updates, recipe.seed + number)
+            finalists[place] = Candidate(candidate.point, [*candidate.records, record])
+    if plan.deep:
+        carry(trials, ranked(trials, finalists), plan.deep)
+
+
+def carry(trials: Trials, finalists: Sequence[Candidate], count: int) -> None:
+    """Tries the finalists on the deep model, at lower rates as long as these are better, and the recipe as it is."""
+    recipe, updates = trials.recipe, trials.budget.updates
+
+    def run(point: Point) -> Candidate:
+        return Candidate(point, [trials.run("deep", point, updates, recipe.seed, deep=True)])
+
+    winner = finalists[0].point
+    tried = [run(point) for point in ([winner] if winner == given(recipe) else [winner, given(recipe)])]
+    best, scale = tried[0], 1.0
+    while len(tried) < count - (len(finalists) > 1 and count > 3):  # the last is the other finalist's
+        scale /= 2
+        lower = run(scaled(winner, scale))
+        tried.append(lower)
+        if trials.worth(lower.records) <= trials.worth(best.records) and trials.worth(best.records)[0]:
+            break
+        best = lower
+    for other in finalists[1:]:
+        for factor in (best.point["lr"] / winner["lr"], 1.0, 0.5):
+            point = scaled(other.point, factor)
+            if len(tried) < count and all(point != candidate.point for candidate in tried):
+                tried.append(run(point))
+
+
+def scaled(point: Point, factor: float) -> Point:
+    """The point with another rate."""
+    return {**point, "lr": float(f"{factor * point['lr']:.2g}")}
+
+
+def ranked(trials: Trials, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best first."""
+    return sorted(candidates, key=lambda candidate: trials.worth(candidate.records), reverse=True)
+
+
+def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without points that were there before."""
+    points: list[Point] = []
+    kept = []
+    for candidate in candidates:
+        if candidate.point not in points:
+            points.append(candidate.point)
+            kept.append(candidate)
+    return kept
+
+
+def candidates_of(trials: Trials, stage: Sequence[str]) -> list[Candidate]:
+    """The points of some stages with their trials."""
+    points: list[tuple[Point, list[Record]]] = []
+    for record in trials.done:
+        if record["stage"] not in stage:
+            continue
+        of_point = next((records for point, records in points if point == record["point"]), None)
+        if of_point is None:
+            points.append((record["point"], [record]))
+        else:
+            of_point.append(record)
+    return [Candidate(point, records) for point, records in points]
+
+
+def choose(trials: Trials) -> Candidate | None:
+    """The best point of the last stage that has been reached; None if its model does not use its source. With seeds,
+    only points that have all of them."""
+    for stage in (("deep",), ("longer", "seeds"), ("search",)):
+        candidates = candidates_of(trials, stage)
+        if not candidates:
+            continue
+        most = max(len(candidate.records) for candidate in candidates)
+        complete = [candidate for candidate in candidates if len(candidate.records) == most]
+        best = ranked(trials, complete)[0]
+        return best if trials.worth(best.records)[0] else None
+    return None
+
+
+def carried(trials: Trials, best: Candidate) -> list[str]:
+    """Sentences on what was chosen by what, how much of it is noise, and how it came to the deep model."""
+    what = "what the source is worth" if trials.by_source else \
+        f"the loss of the validation text, since task: {trials.recipe.task} does not measure what a source is worth"
+    said = [f"Chosen by {what}: {words(best.point)} ({result(best.records[0])})."]
+    spreads = [stdev(trials.worth([record])[1] for record in candidate.records)
+               for candidate in candidates_of(trials, ("longer", "seeds"))
+               if len(candidate.records) > 1 and all(math.isfinite(trials.worth([r])[1]) for r in candidate.records)]
+    noise = fmean(spreads) if spreads else None
+    deep = candidates_of(trials, ("deep",))
+    if noise is None:
+        said.append("No point was tried with several seeds, so it is not known how much of this is noise.")
+    else:
+        said.append(f"Seeds on the small copy differ by ± {noise:.3f}.")
+        rivals = deep or [c for c in candidates_of(trials, ("longer", "seeds")) if len(c.records) > 1]
+        others = [c for c in ranked(trials, rivals) if c.point != best.point]
+        if others and trials.worth(others[0].records)[0]:
+            lead = trials.worth(best.records)[1] - trials.worth(others[0].records)[1]
+            if lead < 2 * noise:
+                said.append(f"The next best, {words(others[0].point)}, is {lead:.3f} behind: not to be told from it.")
+    if depth_of(trials) == 1:
+        said.append("The model is as shallow as its copy would be, so the rates are its own.")
+    elif not deep:
+        said.append("They were not tried on the deep model, where the best rate may be a half or a quarter.")
+    else:
+        said.append("No theory carries these rates over depth, so the best were tried on the deep model itself, at "
+                    "lower rates, too: from 6 to 18 layers the best rate of B2T fell to a quarter and that of Post-LN "
+                    "to a half, those of Pre-LN, DLCL, ReZero and T-Fixup stayed (studies/block_runs.jsonl). The "
+                    "factors and the warm-up's share of the updates are carried as they are.")
+    return said

@@ -1,0 +1,137 @@
+"""The recipe that a search writes: the user's text with some settings changed, its comments kept."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
+from deepnmt.errors import UserError
+from deepnmt.files import reporting
+from deepnmt.shipped import find_shipped
+
+
+def file_to_write(origin: str, given: Path | None, written: str | None, replace: bool) -> Path:
+    """The file of the tuned recipe.
+
+    Args:
+        origin: the recipe, its shipped name, or the folder of a run.
+        given: `--write`.
+        written: the text that an earlier call has written, which may be replaced.
+        replace: whether any other may, too.
+
+    Raises:
+        UserError: it is the recipe itself, or exists.
+    """
+    place = Path(origin)
+    file = given or (place.parent if place.is_file() else Path()) / f"{place.stem}_tuned.yaml"
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"--write {file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
+    if file.exists() and not replace and file.read_text(encoding="utf-8") != written:
+        raise UserError(f"{file} exists already; give another name with --write, or --replace to write over it")
+    return file
+
+
+def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
+    """Writes the recipe `tuned` as the text of `origin` with the settings that differ, and returns the text.
+
+    Where that cannot be said in its text (aliases, a recipe that is faulty without the command line's settings), all
+    settings of `tuned` are written, without comments.
+    """
+    source = find_shipped(origin)
+    text = (source / "recipe.yaml" if source.is_dir() else source).read_text(encoding="utf-8")
+    first, rest = text.partition("\n")[::2] if text.startswith("# yaml-language-server") else ("", text)
+    head = "\n".join(filter(None, [first, f"# Written by `deepnmt tune {origin}`."]))
+    complete = f"{head}\n{dump_recipe(tuned)}"
+    try:
+        changes = changed_settings(load_recipe(origin), tuned)
+    except UserError:
+        changes = []
+    said = "".join(f"\n#   {change.key}: {_value(change.old)} -> {_value(change.new)}" for change in changes)
+    edited = f"{head} Its settings that differ:{said}\n{rest}"
+    with reporting(str(file), "give another name with --write"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for candidate in ([edited_text(edited, {c.key: c.new for c in changes})] if changes else []) + [complete]:
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, prefix=".tune-", suffix=".yaml",
+                                             delete=False) as stream:
+                stream.write(candidate)
+            try:
+                same = candidate == complete or not changed_settings(load_recipe(stream.name), tuned)
+            except UserError:
+                same = False
+            if same:
+                os.chmod(stream.name, 0o666 & ~_umask())
+                os.replace(stream.name, file)
+                return candidate
+            os.unlink(stream.name)
+    raise AssertionError("the complete recipe is always written")
+
+
+def edited_text(text: str, changes: Mapping[str, Any]) -> str:
+    """A recipe's text with settings changed by their dotted keys. All else stays as it is written, comments, too, and
+    a comment behind a changed value keeps its column where there is room."""
+    for key, value in changes.items():
+        text = _edit(text, key.split("."), value)
+    return text
+
+
+def _edit(text: str, way: list[str], value: Any) -> str:
+    node: Any = yaml.compose(text, yaml.SafeLoader)
+    while way:
+        if not isinstance(node, yaml.MappingNode):  # nothing, or a value where a group is wanted
+            return _replaced(text, node, _value(_nested(way, value)))
+        child = next((child for key, child in node.value if key.value == way[0]), None)
+        if child is None:
+            return _inserted(text, node, way[0], _value(_nested(way[1:], value)))
+        node, way = child, way[1:]
+    return _replaced(text, node, _value(value))
+
+
+def _replaced(text: str, node: yaml.Node, value: str) -> str:
+    start, end = node.start_mark.index, node.end_mark.index
+    before, after = text[:start], text[end:]
+    if start == end:  # an empty value: the mark is behind the colon
+        value = f" {value}"
+    line = after.partition("\n")[0]
+    comment = line.lstrip(" ")
+    if comment.startswith("#"):
+        spaces = max(1, len(line) - len(comment) + (end - start) - len(value))
+        after = " " * spaces + after[len(line) - len(comment):]
+    return before + value + after
+
+
+def _inserted(text: str, node: yaml.MappingNode, key: str, value: str) -> str:
+    """The text with a new key at the beginning of a group, or at the end of the file."""
+    if node.flow_style:
+        start = node.start_mark.index + 1
+        return f"{text[:start]}{key}: {value}{', ' if node.value else ''}{text[start:]}"
+    first = node.value[0][0].start_mark
+    if not first.column:
+        return f"{text.rstrip()}\n{key}: {value}\n"
+    return f"{text[:first.index]}{key}: {value}\n{' ' * first.column}{text[first.index:]}"
+
+
+def _nested(way: list[str], value: Any) -> Any:
+    for name in reversed(way):
+        value = {name: value}
+    return value
+
+
+def _value(value: Any) -> str:
+    """A value as YAML in one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_value(each)}' for name, each in value.items())}}}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

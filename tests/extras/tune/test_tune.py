@@ -1,0 +1,361 @@
+"""`deepnmt tune`: what it chooses, what it costs, how it goes on after a kill, and the recipe that it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from refusals import Refused
+from small_text import tree as language_model_tree
+from small_text import write_texts
+
+import deepnmt.extras.tune.trials
+import deepnmt.extras.tune.tune
+from deepnmt.api import prepare, read_recipe
+from deepnmt.cli import main
+from deepnmt.config import Recipe, changed_settings, load_recipe
+from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, settings_of, spread, stages
+from deepnmt.extras.tune.trials import Trials
+from deepnmt.extras.tune.tune import choose, search, small_copy
+from deepnmt.extras.tune.written import edited_text
+
+TEXT = """\
+# My recipe.
+run: {folder}/run   # where it goes
+seed: 7
+data:
+  folder: {folder}/data
+  src_lang: en
+  trg_lang: de
+  train: {{src: {folder}/train.en, trg: {folder}/train.de}}
+  valid: {{src: {folder}/valid.en, trg: {folder}/valid.de}}
+  filters: {{max_tokens: 30}}
+  workers: 1
+vocab: {{size: 60}}
+batch: {{tokens: 256}}
+model:
+  width: 16
+  heads: 2
+  ffn: 32
+  dropout: 0.0
+  max_length: 32
+  encoder: {{block: pre_ln, layers: 4}}
+  decoder: {{block: pre_ln, layers: 4}}
+optimizer:
+  name: adam
+  lr: 2.0e-2     # too high
+schedule: {{name: linear, warmup: 40}} # falls to 0
+train:
+  updates: 400
+  clip: 1.0
+parallel: {{threads: 1}}
+average_last: 1
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and prepared data: every source word has one translation."""
+    import random
+
+    folder, draw = tmp_path_factory.mktemp("tune"), random.Random(3)
+    words = {"red": "rot", "dog": "hund", "cat": "katze", "sees": "sieht", "house": "haus", "tree": "baum"}
+    for name, count in (("train", 300), ("valid", 40)):
+        lines = [draw.choices(list(words), k=draw.randint(3, 6)) for _ in range(count)]
+        (folder / f"{name}.en").write_text("".join(f"{' '.join(line)}\n" for line in lines))
+        (folder / f"{name}.de").write_text("".join(f"{' '.join(map(words.__getitem__, line))}\n" for line in lines))
+    (folder / "recipe.yaml").write_text(TEXT.format(folder=folder))
+    prepare(folder / "recipe.yaml")
+    return folder
+
+
+@pytest.fixture
+def recipe_file(corpus: Path, tmp_path: Path) -> Path:
+    """The recipe with a run folder of its own."""
+    file = tmp_path / "my.yaml"
+    file.write_text(TEXT.format(folder=corpus).replace(f"{corpus}/run", str(tmp_path / "run")))
+    return file
+
+
+def figures(gain: float, loss: float, common: float = 0.3) -> dict[str, Any]:
+    return {"diverged": False, "loss": loss, "source_gain": gain, "encoder_common": common,
+            "collapsed": common > 0.9 and gain < 0.1}
+
+
+Said = Callable[[Recipe, Path], dict[str, Any]]
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, said: Said, picture: bool = False) -> list[Recipe]:
+    """Trials have these figures without being trained; returns the list of their recipes."""
+    if not picture:
+        monkeypatch.setattr(deepnmt.extras.tune.tune, "plot_trials", lambda *arguments: None)
+    trained: list[Recipe] = []
+
+    def train(recipe: Recipe, log: Path) -> dict[str, Any]:
+        trained.append(recipe)
+        return said(recipe, log)
+
+    monkeypatch.setattr(deepnmt.extras.tune.trials, "_train", train)
+    return trained
+
+
+def as_measured(recipe: Recipe, log: Path) -> dict[str, Any]:
+    """As Admin, B2T and DeepNorm were: at high rates the encoder collapses and the loss is lower; deep models collapse
+    at half of the rate. The source is worth most below that."""
+    optimizer, layers = recipe.optimizer, recipe.model.encoder.layers
+    encoder = optimizer.lr * optimizer.lr_factors.get("encoder", 1.0)
+    if encoder > (0.004 if layers < 4 else 0.002):
+        return figures(0.0, 3.0 - optimizer.lr, 0.99)
+    return figures(0.5 - abs(math.log(encoder / 0.0019)) / 10 - abs(math.log(optimizer.lr / 0.01)) / 20, 4.0)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "tune" / "trials.jsonl").read_text().splitlines()]
+
+
+def test_the_source_decides_and_no_collapsed_run_with_a_lower_loss(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, as_measured, picture=True)
+    assert main("tune", [str(recipe_file), "--runs", "40"]) == 0
+    said, records = capsys.readouterr(), lines(recipe_file.parent / "run")
+    lowest = min(records, key=lambda record: record["loss"])
+    assert lowest["collapsed"]  # by the loss it would be chosen
+    tuned = load_recipe(recipe_file.with_name("my_tuned.yaml"))
+    rate = tuned.optimizer.lr * tuned.optimizer.lr_factors["encoder"]
+    assert 0.0005 < rate <= 0.002  # on the deep model, where 0.004 of the small one collapses
+    deep = [record for record in records if record["stage"] == "deep"]
+    best = max((record for record in deep if not record["collapsed"]), key=lambda record: record["source_gain"])
+    assert best["point"]["lr"] == tuned.optimizer.lr and best["model"] == "4L-4L"
+    assert "Chosen by what the source is worth" in said.out and "Seeds on the small copy differ by" in said.out
+    assert re.search(r"^trial 3\d of 40, about \d+:\d\d left: rate 0\.\d+, encoder x ", said.err, flags=re.MULTILINE)
+    assert (recipe_file.parent / "run" / "tune" / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_written_recipe_differs_in_its_rates_alone_and_keeps_comments(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    pretend(monkeypatch, as_measured)
+    before, file = recipe_file.read_text(), recipe_file.with_name("my_tuned.yaml")
+    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    assert recipe_file.read_text() == before
+    keys = {change.key for change in changed_settings(load_recipe(recipe_file), load_recipe(file))}
+    assert {"run", "optimizer.lr_factors.encoder"} <= keys <= {
+        "run", "optimizer.lr", "optimizer.lr_factors.encoder", "optimizer.lr_factors.decoder", "schedule.warmup"}
+    text = file.read_text()
+    comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
+    assert all(f"#{comment}" in text for comment in comments) and "run_tuned # where it goes" in text
+    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0  # its own file, which nobody has changed
+    file.write_text(f"{text}# mine\n")
+    assert f"{file} exists already" in refused("tune", str(recipe_file), "--runs", "12")
+    assert file.read_text().endswith("# mine\n")
+    assert main("tune", [str(recipe_file), "--runs", "12", "--replace"]) == 0 and file.read_text() == text
+
+
+def test_editing_a_recipes_text() -> None:
+    text = "# a\nrun: x # b\noptimizer: {lr: 1e-3}   # c\nschedule:\n  # d\n  name: linear\ntrain:\n"
+    edited = edited_text(text, {"run": "y z", "optimizer.lr": 0.25, "optimizer.lr_factors.encoder": 0.1,
+                                "schedule.warmup": 5, "train.clip": 1.0, "batch.tokens": 10})
+    assert edited == ("# a\nrun: y z # b\noptimizer: {lr_factors: {encoder: 0.1}, lr: 0.25}   # c\nschedule:\n  # d\n"
+                      "  warmup: 5\n  name: linear\ntrain: {clip: 1}\nbatch: {tokens: 10}\n")
+
+
+def test_a_recipe_whose_text_cannot_say_it_is_written_whole(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe_file.write_text(recipe_file.read_text().replace("lr: 2.0e-2 ", "lr: &rate 2.0e-2 ").replace(
+        "  name: adam\n", "").replace("clip: 1.0", "max_seconds: *rate"))
+    pretend(monkeypatch, as_measured)
+    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    tuned = load_recipe(recipe_file.with_name("my_tuned.yaml"))
+    assert tuned.train.max_seconds == 0.02 and tuned.optimizer.lr_factors["encoder"] < 1
+
+
+def test_the_budget(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    for runs in range(8, 60):
+        assert stages(runs, 3, 3.0).runs == runs == stages(runs, 3, 1.0).runs
+    plan = fitting(Budget(200, 600.0, 300, 3), 8, 3.0, 5.0)
+    assert plan.cost * 5.0 <= 600 < stages(plan.runs + 1, 3, 3.0).cost * 5.0
+    trained = pretend(monkeypatch, as_measured)
+    assert main("tune", [str(recipe_file), "--runs", "13"]) == 0
+    assert len(trained) <= 13 and {recipe.train.updates for recipe in trained} == {150, 300}
+    now = [0.0]
+
+    def slowly(recipe: Recipe, log: Path) -> dict[str, Any]:
+        now[0] += 10.0 * recipe.train.updates / 150 * recipe.model.encoder.layers / 2
+        return as_measured(recipe, log)
+
+    pretend(monkeypatch, slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    words = [str(recipe_file), f"run={recipe_file.parent / 'other'}", "--replace", "--minutes"]
+    assert main("tune", [*words, "5"]) == 0
+    assert 200 < now[0] <= 300 and len(lines(recipe_file.parent / "other")) > 10
+    spent = now[0]
+    assert main("tune", [*words, "5"]) == 0 and now[0] == spent
+
+
+def test_when_the_minutes_are_over(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+
+    def slowly(recipe: Recipe, log: Path) -> dict[str, Any]:
+        now[0] += 20.0
+        return as_measured(recipe, log)
+
+    pretend(monkeypatch, slowly)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert main("tune", [str(recipe_file), "--minutes", "1.1"]) == 0
+    said = capsys.readouterr().out
+    assert now[0] == 60 and "The 1.1 minutes are over after 3 of 8 trials" in said
+    assert "They were not tried on the deep model" in said
+    assert load_recipe(recipe_file.with_name("my_tuned.yaml")).optimizer.lr_factors["encoder"] <= 0.1
+
+
+def test_no_recipe_is_written_where_no_source_is_used(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    pretend(monkeypatch, lambda recipe, log: figures(0.0, 2.0, 0.99))
+    said = refused("tune", str(recipe_file), "--runs", "8")
+    assert "no trial on the deep model used its source, so no recipe is written" in said and "--updates 400" in said
+    assert not recipe_file.with_name("my_tuned.yaml").exists()
+    diverged = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None, "collapsed": False}
+    pretend(monkeypatch, lambda recipe, log: diverged)
+    assert "no trial had a finite loss" in refused("tune", str(recipe_file), "train.clip=0.5", "--runs", "8")
+
+
+def test_the_recipe_as_it_is_may_be_the_best(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, lambda recipe, log: figures(
+        0.5 if recipe.optimizer.lr == 0.02 and not recipe.optimizer.lr_factors else 0.2, 4.0))
+    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    assert "are the best of those tried, so no recipe is written" in capsys.readouterr().out
+    assert not recipe_file.with_name("my_tuned.yaml").exists()
+
+
+def test_points(recipe_file: Path) -> None:
+    recipe = read_recipe(recipe_file, {"optimizer.lr_factors": {"encoder.layers.0": 0.5}})
+    own, *slow = anchors(recipe)
+    assert own == {"lr": 0.02, "encoder": 1.0, "decoder": 1.0, "warmup": 0.1}
+    assert [(point["encoder"], point["decoder"]) for point in slow] == [(0.1, 1.0), (0.05, 0.2)]
+    assert settings_of(recipe, own, 400)["schedule.warmup"] == 40
+    settings = settings_of(recipe, slow[1], 100)
+    assert list(settings["optimizer.lr_factors"]) == ["encoder", "decoder", "encoder.layers.0"]  # the last counts
+    assert settings["schedule.warmup"] == 10
+    box = box_of(recipe)
+    points = [spread(box, number) for number in range(32)]
+    assert all(0.995 * low <= point[name] <= 1.005 * high for point in points for name, (low, high) in box.items())
+    for name, (low, high) in box.items():  # Sobol: as many in each half
+        assert sum(point[name] < math.sqrt(low * high) for point in points) in range(15, 18)
+    near = [spread(box, number, {**own, "encoder": 0.1}) for number in range(32)]
+    assert max(point["lr"] for point in near) <= 0.02 * 16 ** 0.26 and min(p["lr"] for p in near) >= 0.02 / 16 ** 0.26
+    frozen = read_recipe(recipe_file, {"train.freeze": ["encoder"]})
+    assert "encoder" not in anchors(frozen)[0]
+
+
+def test_the_small_copy_and_large_updates(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = read_recipe(recipe_file, {"model.encoder.layers": 60, "model.decoder.layers": 12})
+    small = small_copy(deep)
+    assert (small.model.encoder.layers, small.model.decoder.layers) == (20, 4)
+    shallow = read_recipe(recipe_file, {"model.encoder.layers": 2, "model.decoder.layers": 1})
+    assert small_copy(shallow) is shallow
+    trained = pretend(monkeypatch, as_measured)
+    trials = Trials(shallow, shallow, tmp_path, "", Budget(12, math.inf, 20, 3), processes=4)
+    search(trials)
+    assert {recipe.batch.accumulation for recipe in trained} == {4}
+    assert {record["stage"] for record in trials.done} == {"search", "longer", "seeds"}
+    assert choose(trials) is not None
+
+
+def test_trials_of_another_recipe_do_not_count(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = pretend(monkeypatch, as_measured)
+    words = [str(recipe_file), "--runs", "8"]
+    assert main("tune", words) == 0
+    count = len(trained)
+    assert main("tune", words) == 0 and len(trained) == count
+    assert main("tune", [*words, "model.dropout=0.1"]) == 0 and len(trained) == 2 * count
+
+
+def test_after_a_kill_the_same_command_goes_on(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real training, and kill -9 in the middle of a trial: the same trials and the same recipe as without."""
+    words = ["--runs", "8", "--updates", "60"]
+    process = subprocess.Popen([sys.executable, "-m", "deepnmt", "tune", str(recipe_file), *words],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("trial 4 of 8"):
+            break
+    time.sleep(0.3)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(lines(tmp_path / "run")) == 3
+    assert main("tune", [str(recipe_file), *words]) == 0
+    assert "trial 4 of 8" in (said := capsys.readouterr()).err and "trial 3" not in said.err
+    text = recipe_file.with_name("my_tuned.yaml").read_text()
+    whole = recipe_file.with_name("whole.yaml")
+    assert main("tune", [str(recipe_file), f"run={tmp_path / 'whole'}", *words, "--write", str(whole)]) == 0
+
+    def without_seconds(folder: Path) -> list[dict[str, Any]]:
+        return [{name: value for name, value in record.items() if name != "seconds"} for record in lines(folder)]
+
+    assert without_seconds(tmp_path / "run") == without_seconds(tmp_path / "whole")
+    assert {file.name for file in (tmp_path / "run" / "tune").iterdir()} == {
+        "trials.jsonl", "training.log", "tune.json", "tune.md", "tune.png"}
+    differences = {change.key for change in changed_settings(load_recipe(recipe_file.with_name("my_tuned.yaml")),
+                                                             load_recipe(whole))}
+    assert differences == {"run"} and text
+    assert max(record["source_gain"] for record in lines(tmp_path / "run")) > 0.05
+
+
+def test_a_language_model_goes_by_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    write_texts(tmp_path)
+    file = tmp_path / "lm.yaml"
+    file.write_text(yaml.safe_dump(language_model_tree(tmp_path, train={"updates": 12})))
+    prepare(file)
+    assert main("tune", [str(file), "--runs", "8"]) == 0
+    said, records = capsys.readouterr().out, lines(tmp_path / "run")
+    assert "Chosen by the loss of the validation text, since task: language_model does not measure" in said
+    assert all(record["source_gain"] is None and "encoder" not in record["point"] for record in records)
+    longest = [record for record in records if record["updates"] == 12]
+    best = min(longest, key=lambda record: record["loss"])
+    tuned = file.with_name("lm_tuned.yaml")
+    rate = load_recipe(tuned).optimizer.lr if tuned.exists() else 0.01
+    assert best["point"]["lr"] == rate
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("--runs 3", "--runs is 3, must be 8 or more"),
+    ("--minutes 0", "--minutes is 0, must be above 0"),
+    ("--updates 500", "--updates is 500, must be from 2 to train.updates (400)"),
+    ("--seeds 0", "--seeds is 0, must be 1 or more"),
+    ("--write mine", "--write mine is no name of a recipe; give one that ends in .yaml, for example mine.yaml"),
+    ("train.init_from=runs/x", "train.init_from is runs/x, but tune trains smaller models from new weights"),
+    ("data.folder=nowhere", "nowhere"),
+])
+def test_mistakes(words: str, said: str, recipe_file: Path, refused: Refused) -> None:
+    assert said in refused("tune", str(recipe_file), *words.split())
+    assert not (recipe_file.parent / "run").exists()
+
+
+def test_it_is_no_command_for_a_launcher(
+    recipe_file: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "tune was started on 2 processes, but it trains one model after the other in one; start it alone" in refused(
+        "tune", str(recipe_file))
