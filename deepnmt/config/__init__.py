@@ -28,6 +28,7 @@ from deepnmt.config.sections import (
     Schedule,
     Stack,
     Train,
+    TunedAt,
     Translate,
     Vocab,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "Section",
     "Stack",
     "Train",
+    "TunedAt",
     "Translate",
     "Vocab",
     "changed_settings",

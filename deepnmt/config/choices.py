@@ -100,6 +100,7 @@ class BlockFacts(Choice):
         published: `init: published` has other weights or parameters than `auto` (`model/published.py`).
         gated: there is a rule for its FFN with a gate.
         halves: its FFN's inner width must be even, since one half mirrors the other.
+        branch_ends: the last parameters of its branches, which `model.tuned_at` scales by depth; none: it is unknown.
     """
 
     profiled: bool = False
@@ -123,6 +124,7 @@ class BlockFacts(Choice):
     published: bool = False
     gated: bool = True
     halves: bool = False
+    branch_ends: tuple[str, ...] = ()
 
 
 _HISTORY = ("history_window", "history_softmax")
@@ -137,7 +139,7 @@ BLOCKS = Choices({
         seen="stuck at 18L-18L and 36L-36L", take="6L-6L and shallower"),
     "pre_ln": BlockFacts(
         line="x ← x + F_i(LN_i(x))", paper="Xiong et al. 2020",
-        exported_as="pre_ln", growable=True, made_for_depth=True,
+        exported_as="pre_ln", growable=True, made_for_depth=True, branch_ends=("out", "fc2"),
         family=_PRE, cost="1 LN on the stack", claim="trains at any depth; below Post-LN where that trains",
         seen="never stuck; 4.69 nats after 300 updates at 18L-18L", take="the safe choice; it exports everywhere"),
     "admin": BlockFacts(
@@ -211,6 +213,7 @@ BLOCKS = Choices({
         seen="4.49 nats after 300 updates", take="as `dlcl`"),
     "peri_ln": BlockFacts(
         line="x ← x + LN'_i(F_i(LN_i(x)))", paper="Kim et al. 2025", exported_as="peri_ln", growable=True,
+        branch_ends=("out_norms",),
         family=_PRE, cost="K LNs",
         claim="steadier than Pre-LN at 0.4B to 3.2B: 0 of 5 runs diverge; in Gemma 2, 3 and T5Gemma",
         seen="memory × 1.17, time × 1.3", take="fp16, or a Pre-LN that diverges"),
@@ -381,25 +384,29 @@ VOCAB_KINDS = Choices({
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts(Choice):
     """`moments`: what it keeps of each parameter, a `momentum_buffer` only with a momentum. `counts`: it counts its
-    steps. `whole_matrices`: it cannot work on a part of one. `plain`: what it is without rectification."""
+    steps. `whole_matrices`: it cannot work on a part of one. `plain`: what it is without rectification. `scale_free`: its
+    steps do not depend on the size of the gradients, from the first on."""
 
     moments: tuple[Literal["exp_avg", "exp_avg_sq", "momentum_buffer"], ...] = ("exp_avg", "exp_avg_sq")
     counts: bool = True
     whole_matrices: bool = False
     plain: str = ""
+    scale_free: bool = False
 
 
 # optim/optimizers.py, `OPTIMIZERS`
 OPTIMIZERS = Choices({
-    "adam": OptimizerFacts(line="Adam", paper="Kingma and Ba 2015", options=("betas", "eps")),
-    "adamw": OptimizerFacts(line="AdamW", paper="Loshchilov and Hutter 2019", options=("betas", "eps")),
+    "adam": OptimizerFacts(line="Adam", paper="Kingma and Ba 2015", options=("betas", "eps"), scale_free=True),
+    "adamw": OptimizerFacts(line="AdamW", paper="Loshchilov and Hutter 2019", options=("betas", "eps"),
+                       scale_free=True),
     "radam": OptimizerFacts(
         line="RAdam", paper="Liu et al. 2020", options=("betas", "eps", "unrectified"), plain="adam"),
     "radamw": OptimizerFacts(
         line="RAdam with AdamW's weight decay", options=("betas", "eps", "unrectified"), plain="adamw"),
     "sgd": OptimizerFacts(line="SGD", options=("momentum",), moments=("momentum_buffer",), counts=False),
     "muon": OptimizerFacts(line="Muon for the matrices of the layers, AdamW for the rest", paper="Jordan et al. 2024",
-                      options=("betas", "eps"), needs={"momentum": "such as 0.95"}, whole_matrices=True),
+                      options=("betas", "eps"), needs={"momentum": "such as 0.95"}, whole_matrices=True,
+                      scale_free=True),
 })
 
 

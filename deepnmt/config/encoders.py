@@ -55,6 +55,9 @@ class EncoderModel(Model):
                         "in translation alone; set it to admin_closed_form")
         if self.tied != self.default("tied"):
             yield Fault(("tied",), f"tied ({self.tied}) has no effect, since there is one table; remove it")
+        if self.tuned_at != self.default("tuned_at"):
+            yield Fault(("tuned_at",), "tuned_at is for translation and language models, whose tables it knows; remove "
+                        "it")
         for name in ("width", "input_gain", "word_dropout"):
             if value := getattr(self.encoder, name):
                 yield Fault((f"encoder.{name}",), f"encoder.{name} ({value}) has no effect with an encoder alone; "

@@ -547,6 +547,31 @@ def _absent(value: Any) -> Any:
     return {"layers": 0} if value is None else value
 
 
+class TunedAt(Section):
+    """The sizes of the model on which the learning rate, weight decay and eps were tuned, where they differ from this
+    model's, which then trains best with the same values (CompleteP; see docs/guide/comparing.md). A side with a width
+    of its own had it in the same proportion. Only with pre_ln and, as an experiment, peri_ln, and with adam, adamw or
+    muon."""
+
+    width: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    """`model.width` there; null: as here. It needs `heads` and `ffn`."""
+    heads: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    """`model.heads` there; null: as here."""
+    ffn: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """`model.ffn` there; null: as here."""
+    encoder_layers: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """`model.encoder.layers` there; null: as here."""
+    decoder_layers: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """`model.decoder.layers` there; null: as here."""
+
+    def faults(self) -> Iterator[Fault]:
+        if self.width and not (self.heads and self.ffn):
+            yield Fault(("width", "heads", "ffn"), f"width ({self.width}) needs heads and ffn beside it, those of the "
+                        "model that was tuned")
+        if self.width and self.heads and self.width % self.heads:
+            yield Fault(("width", "heads"), f"width ({self.width}) must be a multiple of heads ({self.heads})")
+
+
 Side = Annotated[Stack, BeforeValidator(_absent, json_schema_input_type=Stack | None)]
 
 
@@ -590,6 +615,8 @@ class Model(Section):
     """The stack that reads the source; null: none, and the decoder has no cross-attention."""
     decoder: Side = Stack()
     """The stack that writes the target; null: none, and the encoder's output is what predicts."""
+    tuned_at: Annotated[TunedAt, Fact.TRAINING_ONLY, Fact.SEEN] = TunedAt()
+    """Sizes from which the learning rate carries over to these."""
 
     def stack(self, side: Literal["encoder", "decoder"]) -> Stack:
         """One side of the model."""
@@ -648,6 +675,7 @@ class Model(Section):
                         "them layers")
         yield from dict.fromkeys(fault for side in self.sides for fault in self._faults_of(side))
         yield from self._faults_of_bands()
+        yield from self._faults_of_tuning()
         widths = [self.shape(side).width for side in self.sides]
         if TYINGS[self.tied].joint and len(set(widths)) > 1:
             yield Fault(("tied", "width", "encoder.width", "decoder.width"), f"tied: {self.tied} needs one width, "
@@ -671,6 +699,26 @@ class Model(Section):
             yield Fault(("bands", "band_factor", "width"), f"bands ({len(self.bands)}) with band_factor "
                         f"{self.band_factor} leave the last one no width of {self.shape('decoder').width}; set "
                         "band_factor lower, or fewer bands")
+
+    def _faults_of_tuning(self) -> Iterator[Fault]:
+        if self.tuned_at == TunedAt():
+            return
+        for side in ("encoder", "decoder"):
+            stack, layers = self.stack(side), getattr(self.tuned_at, f"{side}_layers")
+            if side not in self.sides:
+                if layers:
+                    yield Fault((f"tuned_at.{side}_layers",), f"tuned_at.{side}_layers ({layers}) has no effect "
+                                f"without the {side}; remove it")
+                continue
+            if not stack.facts.branch_ends:
+                yield Fault(("tuned_at", f"{side}.block"), f"tuned_at is known for block: "
+                            f"{either(BLOCKS.where(lambda row: bool(row.branch_ends)))}, but {side}.block is "
+                            f"{stack.block}; change one of them")
+            if stack.init not in ("auto", "xavier", "xavier_separate"):
+                yield Fault(("tuned_at", f"{side}.init"), f"tuned_at scales the initial weights of xavier, but "
+                            f"{side}.init is {stack.init}; set it to auto")
+        if self.bands:
+            yield Fault(("tuned_at", "bands"), f"tuned_at is not known for bands ({self.bands}); remove one of them")
 
     def _faults_of(self, side: Literal["encoder", "decoder"]) -> Iterator[Fault]:
         """Faults in the sizes of one side."""
@@ -1193,6 +1241,20 @@ class Recipe(Section):
                                      model.encoder.word_dropout, model.decoder.word_dropout)):
             yield Fault(("train.r_drop", "model.dropout"), f"train.r_drop ({train.r_drop:g}) has no effect because "
                         "model.dropout and all other dropout is 0; set train.r_drop to 0, or a dropout")
+
+        if model.tuned_at != TunedAt():
+            optimizer = self.optimizer
+            if not OPTIMIZERS[optimizer.name].scale_free:
+                yield Fault(("model.tuned_at", "optimizer.name"), f"model.tuned_at is known for optimizer.name: "
+                            f"{either(OPTIMIZERS.where(lambda row: row.scale_free))}, whose steps do not grow with "
+                            f"the gradient, but it is {optimizer.name}; change one of them")
+            if optimizer.name == "adam" and optimizer.weight_decay:
+                yield Fault(("model.tuned_at", "optimizer.weight_decay"), "model.tuned_at needs a weight decay that "
+                            f"shrinks the weights themselves, but optimizer.weight_decay ({optimizer.weight_decay:g}) "
+                            "with adam is a part of the gradient; set optimizer.name to adamw")
+            if train.grow is not None:
+                yield Fault(("model.tuned_at", "train.grow"), f"train.grow ({train.grow}) copies layers, whose "
+                            "branches model.tuned_at makes smaller in a deeper stack; remove one of them")
 
     def _faults_of_translation(self) -> Iterator[Fault]:
         train, stages, text = self.train, self.parallel.pipeline_stages, self.data.train

@@ -21,6 +21,7 @@ weights depend on (seed, name) only, not on the order of calls or the layout:
 | `embeddings.*.weight`              | normal with standard deviation D^-1/2, the row of pad 0                     |
 | the table of a stack's input       | × the block's `embedding_gain`: 1, t_fixup (9L)^-1/4; a table of two stacks |
 |                                    | has the source side's, unless that is 1                                     |
+| each of these                      | × the factor of `transfer.factors_of` with `model.tuned_at`                  |
 | a table in bands                   | see `adaptive.Bands.fill`                                                   |
 | an output table of its own         | × the `output_gain` of the decoder's block: 1                               |
 
@@ -47,6 +48,7 @@ from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import bands_of, table_width
 from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.objective import CrossEntropy
+from deepnmt.model.transfer import factors_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -94,6 +96,10 @@ class Initialiser:
                 raise ValueError(f"the {side} has {len(names)} sub-layers, but the profile has {len(known)}")
 
     def __call__(self, name: str) -> Tensor:
+        weight, factor = self._standard(name), factors_of(name, self.model).init
+        return weight if factor == 1.0 else weight * factor
+
+    def _standard(self, name: str) -> Tensor:
         first, kind, *rest = name.split(".")
         if first == "embeddings":
             return self._table(kind)

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters share a weight decay and a factor of the learning rate."""
+"""Parameter groups: which parameters share a weight decay, a factor of the learning rate and Adam's eps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from torch import nn
 from deepnmt import config
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.model.blocks import SIDES, LayerPosition, Rule
+from deepnmt.model.transfer import factors_of
 
 
 class GroupKey(NamedTuple):
     """What the parameters of a group have in common: weight decay, the factor of their learning rate, which is 0 if
-    they are frozen, and whether they are matrices that Muon updates."""
+    they are frozen, whether they are matrices that Muon updates, and Adam's eps."""
 
     weight_decay: float
     factor: float
-    muon: bool = False
+    muon: bool
+    eps: float
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: config.Recipe) -> list[dict[str, Any]]:
@@ -28,7 +30,11 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: config.Reci
     groups: dict[GroupKey, list[nn.Parameter]] = {}
     for name, p in parameters.items():  # a weight that ZeRO-3 has partitioned is flat and empty
         groups.setdefault(group_key(name, getattr(p, "ds_shape", p.shape), recipe), []).append(p)
-    return [{"params": groups[key], **key._asdict()} for key in sorted(groups, reverse=True)]
+    dicts = [{"params": groups[key], **key._asdict()} for key in sorted(groups, reverse=True)]
+    for group in dicts:
+        if group["muon"]:
+            del group["eps"]  # Muon's is another thing
+    return dicts
 
 
 def group_key(name: str, shape: Sequence[int], recipe: config.Recipe) -> GroupKey:
@@ -39,13 +45,15 @@ def group_key(name: str, shape: Sequence[int], recipe: config.Recipe) -> GroupKe
     """
     settings, rule = recipe.optimizer, _rule_of(name, recipe.model)
     if any(is_in(part, name) for part in recipe.train.freeze):
-        return GroupKey(0.0, 0.0)
+        return GroupKey(0.0, 0.0, muon=False, eps=settings.eps)
     factors = [factor for part, factor in settings.lr_factors.items() if is_in(part, name)]
     decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
     if rule.decayed is not None:
         decayed = rule.decayed
     muon = OPTIMIZERS[settings.name].whole_matrices and len(shape) == 2 and ".layers." in name and rule.muon
-    return GroupKey(settings.weight_decay if decayed else 0.0, rule.factor * (factors[-1] if factors else 1.0), muon)
+    carried = factors_of(name, recipe.model, muon)
+    return GroupKey(carried.decay * settings.weight_decay if decayed else 0.0,
+                    carried.rate * rule.factor * (factors[-1] if factors else 1.0), muon, carried.eps * settings.eps)
 
 
 def _rule_of(name: str, model: config.Model) -> Rule:

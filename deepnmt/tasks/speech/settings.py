@@ -86,6 +86,9 @@ class SpeechModel(Model):
             if self.stack(side).facts.profiled:
                 yield Fault((f"{side}.block",), f"{side}.block ({self.stack(side).block}) needs a profile, which is "
                             "measured in translation alone; set it to admin_closed_form")
+        if self.tuned_at != self.default("tuned_at"):
+            yield Fault(("tuned_at",), "tuned_at is for translation and language models, since it knows no rule for "
+                        "convolutions; remove it")
         if self.encoder.word_dropout:
             yield Fault(("encoder.word_dropout",), f"encoder.word_dropout ({self.encoder.word_dropout:g}) has no words "
                         "to drop in speech; remove it, spec_augment hides frames")
