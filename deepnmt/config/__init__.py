@@ -28,8 +28,8 @@ from deepnmt.config.sections import (
     Schedule,
     Stack,
     Train,
-    TunedAt,
     Translate,
+    TunedAt,
     Vocab,
 )
 
@@ -53,8 +53,8 @@ __all__ = [
     "Section",
     "Stack",
     "Train",
-    "TunedAt",
     "Translate",
+    "TunedAt",
     "Vocab",
     "changed_settings",
     "check_recipe",

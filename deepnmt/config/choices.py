@@ -384,8 +384,8 @@ VOCAB_KINDS = Choices({
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFacts(Choice):
     """`moments`: what it keeps of each parameter, a `momentum_buffer` only with a momentum. `counts`: it counts its
-    steps. `whole_matrices`: it cannot work on a part of one. `plain`: what it is without rectification. `scale_free`: its
-    steps do not depend on the size of the gradients, from the first on."""
+    steps. `whole_matrices`: it cannot work on a part of one. `plain`: what it is without rectification. `scale_free`:
+    its steps do not depend on the size of the gradients, from the first on."""
 
     moments: tuple[Literal["exp_avg", "exp_avg_sq", "momentum_buffer"], ...] = ("exp_avg", "exp_avg_sq")
     counts: bool = True

@@ -15,8 +15,8 @@ the depth of the parameter's own stack over the tuned one's:
 | output table, tied or not    | σ²               | η    | 1/w on the logits                | ε/w        |
 | norm on top of a stack, gain | 1, 0             | η    | 1                                | ε/w        |
 
-Weight decay is divided by what the rate is multiplied with, so that a step shrinks every weight alike. A cross-attention
-is a branch of the decoder. Where the paper leaves ε as it is (table, norm on top), it follows the gradient here, too.
+Weight decay is divided by what the rate is multiplied with, so that a step shrinks every weight alike. A
+cross-attention is a branch of the decoder. Where the paper leaves ε as it is, it follows the gradient here, too.
 Muon's step on a matrix has the norm η·√max(rows, columns), so with fan-in k and fan-out r times as large its rate is
 η·√(r / (k·m)), m the growth of the larger one: a step changes outputs as much at any width (Yang et al. 2023, A
 Spectral Condition for Feature Learning).
@@ -24,9 +24,9 @@ Spectral Condition for Feature Learning).
 **The multipliers are in the weights.** Adam's and Muon's steps do not depend on the size of the gradient, so a layer
 c·W x with initial weights W, rate η and eps ε trains exactly as V x with V = c·W, rate c·η and eps ε/c. So the model
 computes what it always computes, and can be exported, averaged and decoded like any other. In these terms: the last
-matrix of a branch has c = 1/l; query, key and value have c = h^-1/4, and the output matrix h^1/4; a table, whose
-initial weights and scale √D amount to c = w^-1/2 already, has that, and the norm below the logits the other w^-1/2.
-At the tuned shape every factor is exactly 1.
+matrix of a branch and its bias have c = 1/l; query, key and value have c = h^-1/4, and the matrix that takes the values
+has h^1/4; a table, whose initial weights and scale √D amount to c = w^-1/2 already, has that, and the norm below the
+logits has the other w^-1/2. At the tuned shape every factor is exactly 1.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def factors_of(name: str, model: config.Model, muon: bool = False) -> Factors:
         columns, fan_in = shape.ffn, wider_ffn
     else:
         wider_head = wider / (model.heads / (tuned.heads or model.heads))
-        held *= wider_head**0.25 if linear == "out" else wider_head**-0.25
+        in_head = wider_head**-0.25
+        if linear != "out":
+            held *= in_head
+        elif last == "weight":
+            held /= in_head
     eps = 1 / (fan_out * deeper)
     if last == "bias":
         return Factors(eps=eps).holding(held)

@@ -13,7 +13,7 @@ from torch import nn
 from deepnmt.checkpoint.checkpoint import shapes_of
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
-from deepnmt.config import Model, Recipe, dump_recipe, with_settings
+from deepnmt.config import Model, Recipe, TunedAt, dump_recipe, with_settings
 from deepnmt.config.choices import ACTIVATIONS, Use
 from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
@@ -23,7 +23,9 @@ from deepnmt.errors import UserError
 from deepnmt.model.blocks import LayerPosition
 from deepnmt.model.embedding import table_rows, table_width
 from deepnmt.model.loss import loss_bytes
+from deepnmt.model.transfer import factors_of
 from deepnmt.model.transformer import Transformer, build_top
+from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
@@ -188,6 +190,21 @@ def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio:
         print_status(f"{fault}; trying it")
 
 
+def factor_table(recipe: Recipe) -> str:
+    """What `model.tuned_at` multiplies initial weights, rate, eps and weight decay by: a line for each group of parts
+    that have the same factors."""
+    with torch.device("meta"):
+        built = Transformer(with_settings(recipe.model, {f"{side}.layers": 1 for side in recipe.model.sides}), 8, 8, 0)
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for name, p in built.named_parameters():
+        factors = factors_of(name, recipe.model, group_key(name, p.shape, recipe).muon)
+        groups.setdefault((*factors, factors.decay), []).append(name.replace("layers.0", "layers.*"))
+    lines = [f"{'initial':>8} {'rate':>8} {'eps':>8} {'decay':>8}  tuned at other sizes: factors, by parameter"]
+    for values, names in groups.items():
+        lines += [" ".join(f"{value:8.4g}" for value in values) + f"  {', '.join(names)}"]
+    return "\n".join(lines)
+
+
 def disk_note(recipe: Recipe, parameters: int) -> str:
     """A sentence on the disk that the run's checkpoints take, and whether there is as much."""
     train, folder = recipe.train, Path(recipe.run) / "checkpoints"
@@ -347,4 +364,5 @@ def plan_of(
         f"in one file, {state:,.0f} MB with the moments; the first process holds all of it while it writes")
     rows["disk"] = disk_note(recipe, parameters)
     table = partition.table(recipe.batch.per_rank(data_parallel)).splitlines() if partition is not None else []
-    return _with_rows(recipe, rows, *table)
+    factors = factor_table(recipe).splitlines() if model.tuned_at != TunedAt() else []
+    return _with_rows(recipe, rows, *factors, *table)

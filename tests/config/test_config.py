@@ -339,6 +339,26 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"data__subword_variants": 2, "data__subword_alpha": 0.0},
      ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same segmentation "
       "several times; set data.subword_alpha to 0.1"]),
+    ({"model__tuned_at": {"width": 64}},
+     ["model.tuned_at: width (64) needs heads and ffn beside it, those of the model that was tuned"]),
+    ({"model__tuned_at": {"width": 64, "heads": 3, "ffn": 128}},
+     ["model.tuned_at: width (64) must be a multiple of heads (3)"]),
+    ({"model__tuned_at": {"encoder_layers": 3}, "model__decoder__block": "pre_ln"},
+     ["model: tuned_at is known for block: pre_ln or peri_ln, but encoder.block is admin; change one of them"]),
+    ({"model__tuned_at": {"encoder_layers": 3}, "model__encoder": {"block": "pre_ln", "init": "fairseq"},
+      "model__decoder": {"block": "peri_ln"}},
+     ["model: tuned_at scales the initial weights of xavier, but encoder.init is fairseq; set it to auto"]),
+    ({"model__tuned_at": {"encoder_layers": 3}, "model__encoder": {"block": "pre_ln"},
+      "model__decoder": {"block": "peri_ln"}, "optimizer": {"name": "radam"}},
+     ["model.tuned_at is known for optimizer.name: adam, adamw or muon, whose steps do not grow with the gradient, but "
+      "it is radam; change one of them"]),
+    ({"model__tuned_at": {"encoder_layers": 3}, "model__encoder": {"block": "pre_ln"},
+      "model__decoder": {"block": "peri_ln"}, "train__grow": "stack", "train__init_from": "runs/a",
+      "optimizer": {"weight_decay": 0.1, "decay_norms_and_biases": False}},
+     ["model.tuned_at needs a weight decay that shrinks the weights themselves, but optimizer.weight_decay (0.1) with "
+      "adam is a part of the gradient; set optimizer.name to adamw",
+      "train.grow (stack) copies layers, whose branches model.tuned_at makes smaller in a deeper stack; remove one of "
+      "them"]),
 ]
 
 

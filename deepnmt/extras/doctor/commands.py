@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from deepnmt.arguments import parse, positive, profiled, recipe_parser, settable
 from deepnmt.commands import EXAMINE, Command
 from deepnmt.commands.options import checkpoint_of, processes_of
+from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 
 
@@ -22,7 +24,8 @@ def diagnose(words: list[str]) -> None:
         "RUN/diagnosis-CHECKPOINT.",
         "deepnmt diagnose my.yaml\n"
         "deepnmt diagnose my.yaml model.encoder.block=post_ln\n"
-        "deepnmt diagnose runs/my --checkpoint best",
+        "deepnmt diagnose runs/my --checkpoint best\n"
+        "deepnmt diagnose my.yaml --coordinates --widths 32 64 128 256 --depths 2 4 8 16 32 64",
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
@@ -41,11 +44,22 @@ def diagnose(words: list[str]) -> None:
     add("--processes", type=int, default=1, metavar="N",
         help="processes that training will run on, which the size of an update depends on (default 1)")
     add("--rule", type=Path, metavar="FILE", help="a verdict rule to use in place of deepnmt's own")
+    add("--coordinates", action="store_true",
+        help="instead of all that: do activations and their changes keep their size over widths and depths, with\n"
+        "model.tuned_at and without? Writes RUN/coordinates")
+    add("--widths", type=int, nargs="+", metavar="N", help="for it (default 32 64 128)")
+    add("--depths", type=int, nargs="+", metavar="N", help="for it, layers of each stack (default 2 4 8 16)")
+    add("--seeds", type=int, metavar="N", help="for it, models of each size (default 1)")
     args, recipe = parse(parser, words)
     if recipe.task != type(recipe).default("task"):
         raise UserError(f"the recipe has task: {recipe.task}, but the doctor's verdict was learned from translation, "
                         "and what it measures has a source; look at the losses of a short run instead, for example "
                         "with train.updates=300 train.probe_every=50")
+    if args.coordinates:
+        return _coordinates(parser, args, recipe)
+    for name in ("widths", "depths", "seeds"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} has no effect without --coordinates; add it, or remove --{name}")
     if args.tokens < 1:
         raise UserError(f"--tokens is {args.tokens}, must be 1 or more, for example 256")
     positive(args, "processes")
@@ -77,6 +91,23 @@ def diagnose(words: list[str]) -> None:
                                     f"{checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=args.output, tokens=args.tokens,
                        rule=args.rule, processes=args.processes, updates=args.updates, seconds=60 * args.minutes))
+
+
+def _coordinates(parser: ArgumentParser, args: Namespace, recipe: Recipe) -> None:
+    for name in ("checkpoint", "fresh", "tokens", "minutes", "processes", "rule"):
+        if getattr(args, name) != parser.get_default(name):
+            raise UserError(f"--{name} has no effect with --coordinates; remove one of them")
+    widths, depths = args.widths or [32, 64, 128], args.depths or [2, 4, 8, 16]
+    updates, seeds = 10 if args.updates is None else args.updates, 1 if args.seeds is None else args.seeds
+    for name, values in (("widths", widths), ("depths", depths), ("updates", [updates]), ("seeds", [seeds])):
+        if min(values) < 1:
+            raise UserError(f"--{name} has {min(values)}, must be 1 or more")
+    if fault := [width for width in widths if width % 8 or width % min(widths)]:
+        raise UserError(f"--widths has {fault[0]}; all must be multiples of 8 and of the smallest")
+    from deepnmt.extras.doctor.coordinates import check_coordinates
+
+    with processes_of(recipe) as ranks:
+        print(check_coordinates(recipe, ranks.device, widths, depths, updates, seeds, args.output))
 
 
 GROUP = EXAMINE

@@ -200,3 +200,24 @@ def plot_displacements(pairs: Sequence[Tree], path: Path) -> None:
         column[0].plot([], [], color=GREY, linestyle=dash, label=attention.replace(" ", "\n"))
     column[0].legend(**_BESIDE)
     save(figure, path)
+
+
+def plot_coordinates(values: Tree, sizes: Mapping[str, Sequence[int]], path: Path) -> None:
+    """What the updates changed of every quantity, over widths and depths, as a multiple of that of the smallest model.
+
+    Args:
+        values: by axis, rule, kind and quantity; see `coordinates.check_coordinates`.
+        sizes: the points of each axis.
+    """
+    shown = [(axis, rule) for axis in values for rule in values[axis]]
+    figure, row = panels([f"{axis}, {'with' if rule == 'carried' else 'without'} tuned_at" for axis, rule in shown],
+                         "width or layers of a stack", "change, smallest model = 1",
+                         "Change of each quantity after the updates", columns=2)
+    for axes, (axis, rule) in zip(row, shown, strict=True):
+        for number, (name, line) in enumerate(values[axis][rule]["change"].items()):
+            axes.plot(sizes[axis], [value / max(line[0], _FLOOR) for value in line], **style(number, len(line)),
+                      label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, **LEGEND)
+    save(figure, path)

@@ -1,0 +1,198 @@
+"""`deepnmt diagnose my.yaml --coordinates`: do activations and their changes keep their size over widths and depths?
+
+The coordinate check of Yang et al. 2022 (Tensor Programs V, appendix D.1), here of `model.tuned_at`: models of several
+widths and depths take the same few updates, once with the rule of the smallest one carried over and once as they are.
+Where a rate carries over, every quantity is about as large at any shape, and so is what the updates have changed of it.
+
+Quantities, each the mean of the absolute values at real positions: a stack's input; what its attentions and FFNs put
+out, averaged over the layers, without the factor 1/depth that carrying over has; its last layer; the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepnmt.batch import Batch
+from deepnmt.config import Recipe, check_recipe
+from deepnmt.data.mixing import training_stream
+from deepnmt.data.prepared import open_prepared
+from deepnmt.extras.doctor.plots import plot_coordinates
+from deepnmt.extras.doctor.probes import evaluating, hooks, real_positions
+from deepnmt.extras.doctor.verdict import cut_batch
+from deepnmt.files import make_run_folder, write_json
+from deepnmt.model.blocks import SIDES, SUBLAYERS
+from deepnmt.model.init import new_model
+from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.local import LocalEngine
+from deepnmt.progress import show_progress
+
+FLAT = 1.5  # largest over smallest value up to which a quantity counts as flat
+RULES = ("carried", "plain")  # with and without `model.tuned_at`
+TOKENS = 256  # of a batch, on the target side
+_PARTS = {"self_attn": "self-attention", "cross_attn": "cross-attention", "ffn": "FFN"}
+_DROPOUTS = {"model.dropout": 0.0, "model.attention_dropout": 0.0, "model.activation_dropout": 0.0}
+
+
+class Size(NamedTuple):
+    """A model's width, and the layers of each stack."""
+
+    width: int
+    encoder_layers: int
+    decoder_layers: int
+
+
+def at_size(recipe: Recipe, size: Size, tuned: Size | None) -> Recipe:
+    """The recipe for a model of this size, without dropout, tuned at another or not: the FFN is as many times as wide,
+    and the heads of all models are as many as fit into the smallest. Raises `UserError` if it cannot carry over."""
+    model, smallest = recipe.model, tuned or size
+    heads = max(1, min(model.heads, smallest.width // 8))
+    while smallest.width % heads:
+        heads -= 1
+    times = model.ffn / model.width
+    settings: dict[str, Any] = {**_DROPOUTS, "model.width": size.width, "model.heads": heads,
+                                "model.ffn": 2 * round(size.width * times / 2)}
+    for side, layers in zip(SIDES, size[1:], strict=True):
+        settings |= {f"model.{side}.layers": layers, f"model.{side}.layer_drop": 0.0, f"model.{side}.word_dropout": 0.0}
+        settings |= {f"model.{side}.{name}": None for name in ("width", "heads", "ffn")}
+    there = dict.fromkeys(type(model.tuned_at).model_fields)
+    if tuned is not None:
+        there = {"width": tuned.width, "heads": heads, "ffn": 2 * round(tuned.width * times / 2),
+                 "encoder_layers": tuned.encoder_layers, "decoder_layers": tuned.decoder_layers}
+    tree = recipe.model_dump()
+    for key, value in (settings | {f"model.tuned_at.{name}": value for name, value in there.items()}).items():
+        *groups, name = key.split(".")
+        reduce(getitem, groups, tree)[name] = value
+    return check_recipe(tree, f"the recipe at width {size.width}")
+
+
+def points(recipe: Recipe) -> dict[str, tuple[str, float]]:
+    """The modules whose outputs are measured, each with the quantity that it belongs to and a factor."""
+    model, found = recipe.model, dict[str, tuple[str, float]]()
+    tuned = {"encoder": model.tuned_at.encoder_layers, "decoder": model.tuned_at.decoder_layers}
+    for side in SIDES:
+        stack = model.stack(side)
+        found[f"{side}.input"] = f"{side}: input", 1.0
+        end = "out_norms" if "out_norms" in stack.facts.branch_ends else "adds"
+        for index in range(stack.layers):
+            for number, part in enumerate(SUBLAYERS[side]):
+                found[f"{side}.layers.{index}.rule.{end}.{number}"] = (
+                    f"{side}: {_PARTS[part]}", stack.layers / (tuned[side] or stack.layers))
+        found[f"{side}.layers.{stack.layers - 1}"] = f"{side}: last layer", 1.0
+    return found
+
+
+@torch.no_grad()
+def quantities(model: Transformer, recipe: Recipe, batch: Batch) -> dict[str, list[Tensor]]:
+    """What is measured of a batch, by name: the values at real positions, of each layer where there are several."""
+    real, found = real_positions(batch), dict[str, list[Tensor]]()
+    with hooks() as handles, evaluating(model):
+        for point, (name, factor) in points(recipe).items():
+            def observe(_module: Any, _inputs: Any, x: Tensor, name: str = name, factor: float = factor) -> None:
+                found.setdefault(name, []).append(factor * x[real["encoder" if name[0] == "e" else "decoder"]])
+
+            handles.append(model.get_submodule(point).register_forward_hook(observe))
+        memory = model.encode(batch["src"], batch["src_lengths"], batch.key)
+        hidden = model.decode(batch["trg_in"], memory, batch["src_lengths"], batch.key)[real["decoder"]]
+    return found | {"logits": [hidden @ model.output_weight.t()]}
+
+
+class Measured(NamedTuple):
+    """A model after its updates: of each quantity the mean size, and the mean size of what the updates changed."""
+
+    size: dict[str, float]
+    change: dict[str, float]
+
+
+def measure(recipe: Recipe, vocabs: tuple[int, int], batches: Sequence[Batch], seeds: int = 1) -> Measured:
+    """Trains fresh models by an update on each batch, at the recipe's peak rate, and looks at the first batch. The mean
+    over `seeds` models."""
+    found: list[tuple[dict[str, float], dict[str, float]]] = []
+    for seed in range(recipe.seed, recipe.seed + seeds):
+        model = new_model(recipe.model, *vocabs, seed, recipe.train.label_smoothing).to(batches[0].device)
+        before = quantities(model, recipe, batches[0])
+        engine = LocalEngine(model, recipe, batches[0].device)
+        for batch in batches:
+            engine.train_step([batch], batch.tokens, recipe.optimizer.lr)
+        after = quantities(model, recipe, batches[0])
+        found.append(({name: fmean(float(x.abs().mean()) for x in xs) for name, xs in after.items()},
+                      {name: fmean(float((x - y).abs().mean()) for x, y in zip(xs, before[name], strict=True))
+                       for name, xs in after.items()}))
+    return Measured(*({name: fmean(each[name] for each in kind) for name in kind[0]}
+                      for kind in zip(*found, strict=True)))
+
+
+def spread(values: Sequence[float]) -> float:
+    """The largest over the smallest value; infinite if one is not finite or is zero."""
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        return math.inf
+    return max(values) / min(values)
+
+
+def check_coordinates(
+    recipe: Recipe, device: torch.device, widths: Sequence[int], depths: Sequence[int], updates: int, seeds: int,
+    output: Path | None,
+) -> str:
+    """Measures all widths at the smallest depth and all depths at the smallest width, with and without `tuned_at`;
+    writes `coordinates.json` and `coordinates.png`, and returns a table.
+
+    Raises:
+        UserError: the block, optimizer or another setting cannot carry over; the prepared data are missing.
+    """
+    widths, depths = sorted(set(widths)), sorted(set(depths))
+    smallest = Size(widths[0], depths[0], depths[0])
+    sizes = {"width": [Size(width, depths[0], depths[0]) for width in widths],
+             "depth": [Size(widths[0], depth, depth) for depth in depths]}
+    at_size(recipe, smallest, smallest)  # refuses early
+    data = open_prepared(recipe)
+    source, target = data.vocabs()
+    stream = training_stream(recipe, data)
+    batches = [cut_batch(stream, number % len(stream.plan(0)), TOKENS, number, device) for number in range(updates)]
+    output = output or Path(recipe.run) / "coordinates"
+    make_run_folder(output, "--output")
+    work = {size: size.width**2 * (size.encoder_layers + 1) for group in sizes.values() for size in group}
+    found: dict[str, dict[Size, Measured]] = {rule: {} for rule in RULES}
+    share = 100 / sum(work.values()) / len(RULES)
+    with show_progress("coordinates: {:,} % measured", total=100, unit="%", desc="coordinates") as progress:
+        done = 0.0
+        for size in sorted(work):
+            for rule in RULES:
+                tried = at_size(recipe, size, smallest if rule == RULES[0] else None)
+                found[rule][size] = measure(tried, (source.size, target.size), batches, seeds)
+                done += share * work[size]
+                progress(round(done))
+    ranges = {axis: {rule: {kind: {name: [getattr(found[rule][size], kind)[name] for size in group]
+                                   for name in found[rule][group[0]].size} for kind in Measured._fields}
+                     for rule in RULES} for axis, group in sizes.items()}
+    write_json(output / "coordinates.json", {
+        "updates": updates, "rate": recipe.optimizer.lr, "seeds": seeds, "widths": widths, "depths": depths,
+        "values": ranges})
+    plot_coordinates(ranges, {"width": widths, "depth": depths}, output / "coordinates.png")
+    return f"{table(ranges)}\n{output / 'coordinates.png'}"
+
+
+def table(ranges: Mapping[str, Any]) -> str:
+    """The spreads as text, those of the rule as it is in brackets, and which quantities are not flat."""
+    axes = [(axis, kind) for axis in ranges for kind in Measured._fields]
+    names = list(ranges["width"][RULES[0]]["size"])
+    lines = ["largest over smallest value, with tuned_at (and without):", "",
+             f"{'':<24}" + "".join(f"{f'{kind} by {axis}':>18}" for axis, kind in axes)]
+    uneven = []
+    for name in names:
+        cells = []
+        for axis, kind in axes:
+            carried, plain = (spread(ranges[axis][rule][kind][name]) for rule in RULES)
+            cells.append(f"{f'{carried:.2f} ({plain:.2f})':>18}")
+            if carried > FLAT and (name, kind) != ("logits", "size"):
+                uneven.append(f"{name} ({kind} by {axis})")
+        lines.append(f"{name:<24}" + "".join(cells))
+    said = "not flat: " + ", ".join(uneven) if uneven else "all flat"
+    return "\n".join([*lines, "", f"within {FLAT:g}: {said}"])
