@@ -167,14 +167,14 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
     assert contents(run) == before
 
 
-def holder_of(run: Path, seconds: float) -> int:
-    """Another process, which holds the lock of the run for so long."""
+def holder_of(run: Path) -> int:
+    """Another process, which holds the lock of the run until it is killed."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         with run_lock(run, Ranks.alone()):
             os.write(writer, b"!")
-            time.sleep(seconds)
+            time.sleep(600)
         os._exit(0)
     os.read(reader, 1)
     for end in (reader, writer):
@@ -186,7 +186,7 @@ def test_a_run_that_another_process_trains(
     prepared: Path, run: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume, "LOCK_WAIT", 0.2)
-    here, pid = Ranks.alone(), holder_of(run, seconds=600)
+    here, pid = Ranks.alone(), holder_of(run)
     writing = run / "checkpoints" / ".tmp-update-00000009-0badc0de"
     writing.mkdir()
     (writing / "weights.safetensors").write_text("half")
@@ -208,13 +208,14 @@ def test_a_run_that_another_process_trains(
         pass
 
 
-def test_a_run_that_another_process_is_ending(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A process that is being stopped saves first; a new start waits until it has ended."""
-    pid = holder_of(tmp_path, seconds=0.3)
+def test_a_run_that_another_process_is_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is being stopped saves first; a new start says so and waits until it has ended."""
+    pid, told = holder_of(tmp_path), list[str]()
+    monkeypatch.setattr(resume, "print_status", lambda line: (told.append(line), os.kill(pid, signal.SIGKILL)))
     with run_lock(tmp_path, Ranks.alone()):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
     os.waitpid(pid, 0)
-    assert f"process {pid} on" in capfd.readouterr().err
+    assert len(told) == 1 and f"process {pid} on" in told[0]
 
 
 def test_a_lock_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,22 +304,38 @@ def test_a_second_process_is_rejected(tmp_path: Path) -> None:
     prepare(recipe)
 
 
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+import psutil
+from deepnmt.config import check_recipe
+from deepnmt.data.arrays import SideWriter
+from deepnmt.data.prepare import prepare
+
+def add_and_die(self, *pieces):
+    add(self, *pieces)
+    if self._tokens.name == "train.v09.trg.tokens":
+        Path(sys.argv[2]).write_text(str(len(psutil.Process().children())))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    add, SideWriter.add = SideWriter.add, add_and_die
+    prepare(check_recipe(json.load(open(sys.argv[1])), "recipe"))
+"""
+
+
 def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
+    """Killed when it has written the first of seven chunks, while its workers encode the others."""
     tree = _tree(tmp_path, train=7 * encoding.CHUNK)
     tree["data"]["workers"] = 2
     tree["data"]["subword_variants"] = 10
-    (tmp_path / "recipe.json").write_text(json.dumps(tree))
-    script = tmp_path / "job.py"
-    script.write_text("import json, sys\nfrom deepnmt.config import check_recipe\n"
-                      "from deepnmt.data.prepare import prepare\n"
-                      "if __name__ == '__main__':\n"
-                      "    prepare(check_recipe(json.load(open(sys.argv[1])), 'recipe'))\n")
-    job = subprocess.Popen([sys.executable, str(script), str(tmp_path / "recipe.json")], start_new_session=True,
+    recipe, script, workers = (tmp_path / name for name in ("recipe.json", "job.py", "workers"))
+    recipe.write_text(json.dumps(tree))
+    script.write_text(KILLED)
+    job = subprocess.Popen([sys.executable, script, recipe, workers], start_new_session=True,
                            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert job.wait(300) == -signal.SIGKILL and int(workers.read_text()) >= 2
     name = "train.v09.trg.tokens"
-    _wait(lambda: any(file.stat().st_size > 0 for file in tmp_path.glob(f".tmp-data-*/{name}")))
-    job.send_signal(signal.SIGKILL)
-    job.wait()
     assert not (tmp_path / "data").exists() and list(tmp_path.glob(f".tmp-data-*/{name}"))
     _wait(lambda: not _alive(job.pid))  # its workers end by themselves
     tree["data"]["subword_variants"] = 0

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import os
 import re
 import resource
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
+from kills import kill_before
 from refusals import user_error
 from warm import Warm
 
@@ -53,8 +51,10 @@ def translate(checkpoint: str | Path, source: str | Path, target: str | Path, se
     return translate_files(Path(checkpoint), str(source), str(target), settings, **more)
 
 
-def translate_in_a_process(checkpoint: str, source: str, target: str) -> None:
+def translate_in_a_process(checkpoint: str, source: str, target: str, files: str) -> None:
+    """Is killed when it has given that many files of the journal their names."""
     sharing.CHUNK = 4
+    kill_before(int(files) + 1, f"{target}.parts", "os.rename")
     translate(checkpoint, source, target, alignments=f"{target}.links")
 
 
@@ -66,19 +66,16 @@ def test_what_a_kill_leaves_is_taken_up(
     translate(checkpoint, source, whole, alignments=f"{whole}.links")
     lines = whole.read_text(encoding="utf-8").split("\n")[:-1]
     assert len(lines) == 63 and all(not line for line, given in zip(lines, TEXT.split("\n")) if not given.strip())
-    for least in (1, 7):
-        pid = warm.start(1, "test_journal:translate_in_a_process", checkpoint, source, out)[0]
-        while len(list(parts_folder(out).glob("*.0.*"))) < least:
-            time.sleep(0.001)
-        os.kill(pid, signal.SIGKILL)
-        assert warm.wait() == [-9] and not out.exists()
-    done = len(list(parts_folder(out).glob("*.1.*")))  # of a chunk, the links are written last
-    assert 7 <= done < 16, "it was killed in the middle"
+    for count in (3, 13):  # the facts and a chunk of two files; then six more, and half of one that does not count
+        warm.start(1, "test_journal:translate_in_a_process", checkpoint, source, out, count)
+        assert warm.wait() == [-9] and not out.exists(), warm.said()
+    sides = [len(list(parts_folder(out).glob(f"[0-9]*.{side}.*"))) for side in (0, 1)]
+    assert sides == [8, 7], "it was killed between the outputs of a chunk"
     begun: list[int] = []
     share = sharing.share
     monkeypatch.setattr("deepnmt.decode.translate.share", lambda *all: (begun.append(all[-1]), share(*all))[1])
     translate(checkpoint, source, out, alignments=f"{out}.links")
-    assert len(begun) == 16 - done and "chunks of lines are translated already" in capsys.readouterr().err
+    assert len(begun) == 16 - 7 and "chunks of lines are translated already" in capsys.readouterr().err
     assert out.read_bytes() == whole.read_bytes()
     assert Path(f"{out}.links").read_bytes() == Path(f"{whole}.links").read_bytes()
     assert not list(tmp_path.glob("*.parts"))

@@ -22,8 +22,10 @@ from deepnmt.processes.heartbeat import SILENCE
 
 OPTIONS = (*ENDLESS, "train.save_every=10")
 AWAY = 10.0  # seconds without a sign that a test has time for; what they are in a run, the first one uses up to a third
-IMPATIENT = ("python -c 'import signal, sys; from deepnmt.processes import heartbeat; from deepnmt.cli import main; "
-             f"signal.signal(signal.SIGUSR2, lambda *_: vars(heartbeat.current).update(_limit={AWAY}, _period=1.0)); "
+IMPATIENT = ("python -c 'import os, signal, sys; from deepnmt.cli import main; "
+             "from deepnmt.processes import heartbeat; "
+             f"signal.signal(signal.SIGUSR2, lambda *_: vars(heartbeat.current).update(_limit={AWAY}, _period=1.0) "
+             "or os.write(2, b\"impatient\\n\")); "
              "sys.exit(main(\"train\", sys.argv[1:]))'")
 
 
@@ -33,13 +35,14 @@ def link(machines: Machines, state: str) -> None:
     assert code == 0, said
 
 
-def ranks(machines: Machines, run: Path) -> list[psutil.Process]:
+def ranks(machines: Machines, run: Path, said: list[Path]) -> list[psutil.Process]:
     """Both processes that train, in order of their ranks. From now on they wait for `AWAY` seconds only."""
     found = sorted((process for process in machines.processes(f"run={run}") if process.name().startswith("python")),
                    key=lambda process: process.environ()["RANK"])
     assert len(found) == 2, found
     for process in found:
         process.send_signal(signal.SIGUSR2)
+    wait_for(lambda: all("impatient" in text(file) for file in said), 60, lambda: "\n".join(map(text, said)))
     return found
 
 
@@ -61,17 +64,18 @@ def test_a_link_that_is_down_for_20_seconds_and_one_that_stays_down(machines: Ma
     wait_for(lambda: "update 20/" in text(said[0]), 200, lambda: text(said[0]))
     link(machines, "down")
     try:
-        time.sleep(1.0)
-        stands = text(said[0])
-        time.sleep(19.0)
+        until, stands = time.monotonic() + 20, ""
+        while stands != text(said[0]):  # what was under way when the link went down
+            stands = text(said[0])
+            time.sleep(2.0)
+        time.sleep(max(0.0, until - time.monotonic()))
         assert text(said[0]) == stands and [process.poll() for process in started] == [None, None]
     finally:
         link(machines, "up")
     before = int(stands.rpartition("update ")[2].partition("/")[0])
     wait_for(lambda: f"update {before + 20}/" in text(said[0]), 100, lambda: text(said[0]))
     assert SILENCE > 60 and SILENCE + GONE <= 120, "20 s are waited for with a margin, and two minutes never"
-    ranks(machines, run)
-    time.sleep(0.5)  # for both to take the signal
+    ranks(machines, run, said)
     link(machines, "down")
     try:
         assert [process.wait(AWAY + 2 * GONE) for process in started] == [76, 76], "\n".join(map(text, said))
@@ -87,8 +91,7 @@ def test_a_process_that_is_stopped(machines: Machines, prepared: Path, expected:
     started, said = by_hand(machines, 29930, words(prepared, run, *OPTIONS), "stop", IMPATIENT)
     wait_for(lambda: f"update {before + 20}/" in text(said[0]), 200, lambda: text(said[0]))
     assert ("resuming from" in text(said[0])) == (before > 0), text(said[0])
-    victim = ranks(machines, run)[1]
-    time.sleep(0.5)
+    victim = ranks(machines, run, said)[1]
     victim.send_signal(signal.SIGSTOP)
     try:
         assert started[0].wait(AWAY + 2 * GONE) == 76, text(said[0])

@@ -114,7 +114,7 @@ def strike(machines: Machines, run: Path, line: str, launcher: str, draw: random
             kind = drawn
     wait_for(lambda: not machines.processes(f"run={run}"), ENDED, lambda: f"{kind} {sent!r} left something\n{show()}")
     for process in started:
-        process.wait(30)
+        process.wait(100)
     assert kind or stood(run) == "finished", f"ended by itself\n{show()}"
     return f"{kind} {sent.name}{' starting' * (last_update(run) == begun)}" if kind else None
 

@@ -196,7 +196,7 @@ def test_a_mistake_on_one_machine_ends_all(
         children.append(child)
     begun = time.monotonic()
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [2, 2, 2]
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     assert "deepnmt: there is no recipe here" in capfd.readouterr().err
 
 
@@ -281,7 +281,7 @@ def test_waiting_for_others_is_told_and_ends(
         rendezvous.rendezvous(store, 0, 3, torch.device("cpu"), False, wait)
     said = capfd.readouterr().err
     assert "1 of 3 processes did not come within 0.2 s: rank 1; there are 1 on" in said
-    assert "waiting up to 1 s more; if one of them has ended, stop all and start them again" in said
+    assert re.search("waiting up to [01] s more; if one of them has ended, stop all and start them again", said)
 
 
 @pytest.mark.parametrize(("address", "means", "listens"), [

@@ -93,16 +93,21 @@ def test_any_other_failure_is_a_runtime_error(monkeypatch: pytest.MonkeyPatch) -
 
 def test_processes_that_wait_for_a_failed_one_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the others one ends by itself in time, one on SIGTERM, one only when it is killed."""
-    monkeypatch.setattr(workers, "_GRACE", 0.5)
-    commands = ["trap '' TERM; for _ in $(seq 400); do sleep 0.05; done", "exec sleep 20", "sleep 0.1", "exit 2"]
-    running = [subprocess.Popen(["sh", "-c", command]) for command in commands]
+    monkeypatch.setattr(workers, "_GRACE", 1.0)
+    failed = subprocess.Popen(["sh", "-c", "exit 2"])
+    commands = ["trap '' TERM; echo; exec sleep 60", "exec sleep 60",
+                f"while kill -0 {failed.pid} 2> /dev/null; do sleep 0.02; done"]  # until somebody has seen it fail
+    running = [*(subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE) for command in commands), failed]
+    assert running[0].stdout is not None and running[0].stdout.readline() == b"\n"  # from now on it ignores SIGTERM
     started = time.monotonic()
     try:
         assert workers.wait_for_all(running) == [-9, -15, 0, 2]
     finally:
         for process in running:
             process.kill()
-    assert time.monotonic() - started < 15
+            if process.stdout is not None:
+                process.stdout.close()
+    assert time.monotonic() - started < 40
 
 
 def test_no_process_is_ended_while_none_failed() -> None:

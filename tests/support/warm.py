@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
@@ -44,7 +46,7 @@ class Warm:
                                         stdout=subprocess.PIPE, bufsize=0, env=env, cwd=ROOT)
         assert self._answer(300) == "ready"
         self._folder, self._jobs = tempfile.TemporaryDirectory(), 0
-        self.pids: list[int] = []
+        self.pids: list[int] = []  # of the job that runs: later their numbers may be those of other processes
         self.log, self._waits = Path(), False
 
     def start(self, world: int, target: str, *arguments: object) -> list[int]:
@@ -70,14 +72,14 @@ class Warm:
         except TimeoutError:
             self._end()
             raise AssertionError(f"not ended after {timeout} s:\n{self.said()}") from None
-        self._waits = False
+        self.pids, self._waits = [], False
         return codes
 
     def _end(self) -> None:
         for pid in self.pids:
             kill(pid)
-        self._answer(30)
-        self._waits = False
+        self._answer(60)
+        self.pids, self._waits = [], False
 
     def said(self) -> str:
         """What the processes of the job wrote."""
@@ -113,6 +115,14 @@ def kill(pid: int) -> None:
     """kill -9, if it is still there."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended; whoever started it may not have asked yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def waiting(seconds: float, what: str) -> Iterator[None]:

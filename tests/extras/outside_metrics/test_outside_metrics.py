@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 from refusals import Refused, user_error
+from warm import has_ended, waiting
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import load_state
@@ -120,12 +121,12 @@ def test_a_program_that_fails_is_a_sentence(code: str, fault: str, place: Path) 
 
 
 def test_what_a_slow_program_has_started_ends_with_it(place: Path) -> None:
-    code = ("import subprocess, sys\n"
-            "subprocess.run([sys.executable, '-c', 'import time; time.sleep(3); open(\"alive\", \"w\")'])")
+    Path("program.sh").write_text("sleep 600 & echo $! > started; wait\n", encoding="utf-8")
     with user_error("took more than 1 s"):
-        Program(with_metric(program(code), seconds=1.0), "mine").scores({"hyp": ["x"]})
-    time.sleep(3)
-    assert not Path("alive").exists()
+        Program(with_metric("sh program.sh {hyp}", seconds=1.0), "mine").scores({"hyp": ["x"]})
+    for _ in waiting(60, "what it has started to end"):
+        if has_ended(int(Path("started").read_text())):
+            break
 
 
 def test_a_program_gets_nothing_of_the_launcher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -10,7 +11,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from warm import Warm, waiting
 import deepnmt
 from deepnmt.cli import main
 from deepnmt.decode.formats import as_record
+from deepnmt.extras.serve.batches import Batches
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed; pip install 'deepnmt[serve]'")
 
@@ -38,6 +40,19 @@ def serve(*arguments: str) -> int:
     return main("serve", list(arguments))
 
 
+def serve_once_there_is(gate: str, *arguments: str) -> int:
+    """`serve`, in which nothing is translated before a file is there."""
+    answer = Batches._answer
+
+    async def wait_and_answer(*batch: Any) -> None:
+        while not Path(gate).exists():
+            await asyncio.sleep(0.01)
+        await answer(*batch)
+
+    Batches._answer = wait_and_answer  # type: ignore[method-assign]
+    return serve(*arguments)
+
+
 @pytest.fixture(scope="module")
 def run(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> deepnmt.Run:
     folder = tmp_path_factory.mktemp("serving") / "run"
@@ -48,9 +63,10 @@ def run(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> deepnmt.Run
 class Server:
     """A server in a forked process, and clients of it."""
 
-    def __init__(self, warm: Warm, *arguments: str) -> None:
+    def __init__(self, warm: Warm, *arguments: str, program: Sequence[object] = ("test_serving:serve",)) -> None:
         self.warm = warm
-        [self.pid] = warm.start(1, "test_serving:serve", *arguments, "--port=0")
+        target, *first = program
+        [self.pid] = warm.start(1, str(target), *first, *arguments, "--port=0")
         for _ in waiting(120, "the server"):
             said = warm.said() if warm.log.exists() else ""
             if address := re.search(r"serving .* at http://127.0.0.1:(\d+)\n", said):
@@ -72,10 +88,14 @@ class Server:
     def translate(self, **body: Any) -> tuple[int, Any]:
         return self.ask("POST", "/translate", body)
 
-    def end(self) -> str:
-        """What the process has said when SIGTERM has ended it."""
+    def stop(self) -> None:
+        """Sends SIGTERM."""
         os.kill(self.pid, signal.SIGTERM)
         self.pid = 0
+
+    def end(self) -> str:
+        """What the process has said when SIGTERM has ended it."""
+        self.stop()
         assert self.warm.wait(60) == [0], self.warm.said()
         return self.warm.said()
 
@@ -252,20 +272,27 @@ def test_a_server_searches_with_the_exported_model(run: deepnmt.Run, warm: Warm,
     exported.end()
 
 
-def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server) -> None:
-    """Runs last: the server of the other tests has ended, and one with a small queue begins."""
+def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server, tmp_path: Path) -> None:
+    """Runs last: the server of the other tests has ended, and one with a small queue begins. Of eight requests it takes
+    one, which is answered although the signal comes first."""
     if server.pid:
         server.end()
+    gate = tmp_path / "gate"
     small = Server(warm, str(run.folder), "--checkpoint=newest", "--checkpoint=best", "--queue=1", "--batch=1",
-                   "translate.beam=8", "translate.max_extra=20")
+                   program=("test_serving:serve_once_there_is", gate))
     with ThreadPoolExecutor(8) as clients:
         asked = [clients.submit(small.translate, text=["the old dog sees the house"] * 5) for _ in range(8)]
-        for _ in waiting(60, "a refusal"):
-            if any(one.done() and one.result()[0] == 503 for one in asked):
+        for _ in waiting(60, "the others to be refused"):
+            if sum(one.done() for one in asked) == 7:
                 break
-        small.end()
-        statuses = [one.result()[0] for one in asked]
-    assert set(statuses) == {200, 503} and "later" in next(one.result()[1]["error"] for one in asked
-                                                           if one.result()[0] == 503)
-    with pytest.raises(ConnectionRefusedError):
-        small.translate(text="a")
+        small.stop()
+        for _ in waiting(60, "it to take no more"):
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", small.port)).close()
+                continue
+            break
+        gate.touch()
+        answers = [one.result() for one in asked]
+    assert warm.wait(60) == [0], warm.said()
+    assert sorted(status for status, _ in answers) == [200] + 7 * [503]
+    assert all("later" in answer["error"] for status, answer in answers if status == 503)
