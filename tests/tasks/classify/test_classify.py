@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import Refused
+from task_layouts import four_updates
 from tiny_engines import parallel
 from torch.nn import functional as F
 from warm import Warm
@@ -21,7 +22,6 @@ from deepnmt.config import Vocab, check_recipe, load_recipe
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.model.init import fill
 from deepnmt.parallel.settings import layout_of
-from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.classify.data import open_examples
 from deepnmt.tasks.classify.metrics import count, interval, scores
@@ -31,7 +31,6 @@ from deepnmt.tasks.classify.task import TASK, validate
 from deepnmt.tokens import BOS, EOS
 from deepnmt.training.plan import shapes_by_name
 from deepnmt.training.state import TrainState
-from deepnmt.training.updates import updates
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text"
 LABELS = ["other", "same"]
@@ -165,32 +164,12 @@ def test_loss_and_gradients_are_those_of_the_formula(folder: Path) -> None:
     assert result.value == -result.figures["accuracy"]
 
 
-def losses(folder: str, layout: str) -> int:
-    """Runs on each rank: four updates and a validation, into a file by the first."""
-    with processes(1, group=layout != "local") as ranks:
-        recipe = recipe_in(Path(folder), batch={"accumulation": 2 // ranks.world}, parallel=parallel(layout, threads=1))
-        data = open_examples(recipe)
-        engine = TASK.start(recipe, layout_of(recipe, ranks.world), data, ranks, True)
-        found = []
-        for done in updates(engine, TASK.stream(recipe, data), recipe, TrainState(), ranks):
-            found.append([done.stats.loss / done.update.tokens, done.stats.grad_norm])
-            if done.number == 4:
-                break
-        result = validate(recipe, data, engine, ranks)
-        found.append([result.loss, float(result.figures["matthews"])])
-        if ranks.first:
-            (Path(folder) / f"{layout}.json").write_text(json.dumps(found), encoding="utf-8")
-        engine.close()
-    return 0
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_layout_takes_the_same_updates(zero: int, folder: Path, warm: Warm) -> None:
-    if not (folder / "local.json").is_file():
-        warm.run(1, "test_classify:losses", folder, "local")
-    warm.run(2, "test_classify:losses", folder, f"zero{zero}_fp32")
-    ours, theirs = (json.loads((folder / f"{name}.json").read_text()) for name in (f"zero{zero}_fp32", "local"))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+def test_every_layout_takes_the_same_updates(folder: Path, warm: Warm) -> None:
+    alone, = four_updates(warm, 1, folder, [tree(folder, batch={"accumulation": 2})])
+    layouts = ["zero0_fp32", "zero1_fp32", "zero2_fp32", "zero3_fp32"]
+    both = four_updates(warm, 2, folder, [tree(folder, parallel=parallel(layout, threads=1)) for layout in layouts])
+    for layout, found in zip(layouts, both, strict=True):
+        np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-6, err_msg=layout)
 
 
 def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kills import kill_before
-from small_text import recipe, write_texts
+from small_text import recipe, tree, write_texts
+from task_layouts import four_updates
 from tiny_engines import parallel
 from warm import Warm
 
-from deepnmt.data.batching import START
 from deepnmt.files import read_log
-from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
-from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import TASK
-from deepnmt.tasks.language_model.text import open_text, prepare_text
+from deepnmt.tasks.language_model.text import prepare_text
 from deepnmt.training.trainer import train
 
 TOGETHER = 6  # micro-batches of an update, of all processes
@@ -36,45 +32,36 @@ JOBS: dict[str, tuple[int, list[tuple[str, int, bool]]]] = {
 }
 
 
-def losses(folder: Path, layout: str, stages: int, fixed: bool, ranks: Ranks) -> list[float]:
-    """Of four updates, and of the validation text after them. `fixed`: an update has so many micro-batches, else so
-    many tokens, which other processes divide into other micro-batches; then without dropout."""
-    sized = {"accumulation": TOGETHER * (stages or 1) // ranks.world} if fixed else {"update_tokens": 500}
+def recipe_of(folder: Path, world: int, layout: str, stages: int, fixed: bool) -> dict[str, Any]:
+    """`fixed`: an update has so many micro-batches, else so many tokens, which other processes divide into other
+    micro-batches; then without dropout."""
+    sized = {"accumulation": TOGETHER * (stages or 1) // world} if fixed else {"update_tokens": 500}
     dropouts = {name: fixed * MODEL[name] for name in ("dropout", "attention_dropout", "band_dropout")}
-    made = recipe(folder, model={**MODEL, **dropouts}, batch={"tokens": 100, **sized},
-                  parallel=parallel(layout, stages))
-    data, found = open_text(made), []
-    engine = start_engine(made, layout_of(made, ranks.world), (data.vocab.size, data.vocab.size), ranks)
-    stream, position, count = TASK.stream(made, data), START, made.batch.entries(engine.data_world)
-    for _ in range(4):
-        update = stream.update(position, count, engine.data_rank, engine.data_world, ranks.device)
-        stats = engine.train_step(update.batches, update.tokens, 0.01)
-        found.append(stats.loss / update.tokens)
-        position = update.next
-    found.append(TASK.validate(made, data, engine, ranks).loss)
-    engine.close()
-    return found
+    return tree(folder, model={**MODEL, **dropouts}, batch={"tokens": 100, **sized},
+                parallel=parallel(layout, stages, threads=1))
 
 
-def compute(folder: str, layouts: str) -> None:
-    """Runs on each rank."""
-    rows = json.loads(layouts)
-    with processes(threads=1, group=rows[0][0] != "local") as ranks:
-        found = [losses(Path(folder), layout, stages, fixed, ranks) for layout, stages, fixed in rows]
-        if ranks.first:
-            Path(folder, f"losses-{ranks.world}.json").write_text(json.dumps(found))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a prepared text."""
+    folder = tmp_path_factory.mktemp("lm")
+    write_texts(folder)
+    prepare_text(recipe(folder, model=MODEL))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, warm: Warm) -> list[list[float]]:
+    """What one process computes; with a fixed number of micro-batches last."""
+    return four_updates(warm, 1, folder, [recipe_of(folder, 1, "local", 0, fixed) for fixed in (False, True)])
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_losses_are_those_of_one_process(job: str, tmp_path: Path, warm: Warm) -> None:
+def test_losses_are_those_of_one_process(job: str, folder: Path, alone: list[list[float]], warm: Warm) -> None:
     world, rows = JOBS[job]
-    write_texts(tmp_path)
-    prepare_text(recipe(tmp_path, model=MODEL))
-    warm.run(1, "test_lm_layouts:compute", tmp_path, json.dumps([("local", 0, False), ("local", 0, True)]))
-    warm.run(world, "test_lm_layouts:compute", tmp_path, json.dumps(rows))
-    alone = json.loads((tmp_path / "losses-1.json").read_text())
-    assert all(ours[0] > ours[-1] for ours in alone)
-    for row, theirs in zip(rows, json.loads((tmp_path / f"losses-{world}.json").read_text()), strict=True):
+    assert all(ours[0] > ours[3] for ours in alone)
+    found = four_updates(warm, world, folder, [recipe_of(folder, world, *row) for row in rows])
+    for row, theirs in zip(rows, found, strict=True):
         assert theirs == pytest.approx(alone[row[2]], rel=1e-6), row
 
 
@@ -88,15 +75,13 @@ def killed(folder: str, run: str, number: str) -> int:
         return train(recipe(Path(folder), **changes), ranks, TASK)
 
 
-def test_a_killed_run_goes_on_exactly(tmp_path: Path, warm: Warm) -> None:
-    write_texts(tmp_path)
-    prepare_text(recipe(tmp_path, model=MODEL))
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    warm.run(1, "test_lm_layouts:killed", tmp_path, whole, 0)
+def test_a_killed_run_goes_on_exactly(folder: Path, warm: Warm) -> None:
+    whole, broken = folder / "whole", folder / "broken"
+    warm.run(1, "test_lm_layouts:killed", folder, whole, 0)
     for number in (5, 30):
-        warm.start(1, "test_lm_layouts:killed", tmp_path, broken, number)
+        warm.start(1, "test_lm_layouts:killed", folder, broken, number)
         assert warm.wait(180) == [-9], warm.said()
-    warm.run(1, "test_lm_layouts:killed", tmp_path, broken, 0)
+    warm.run(1, "test_lm_layouts:killed", folder, broken, 0)
     for kind in ("train", "valid"):
         logs = [{record["update"]: record["loss"] for record in read_log(run / "log.jsonl") if record["type"] == kind}
                 for run in (whole, broken)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import Refused
+from task_layouts import four_updates
 from tiny_engines import parallel
 from torch.nn import functional as F
 from warm import Warm
@@ -22,7 +23,6 @@ from deepnmt.config.encoders import EncoderModel
 from deepnmt.files import read_log
 from deepnmt.model.init import fill
 from deepnmt.parallel.settings import layout_of
-from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.masked_lm.masking import FIXED, MASK, count_masked, mask
 from deepnmt.tasks.masked_lm.model import build_of
@@ -31,8 +31,6 @@ from deepnmt.tasks.masked_lm.settings import MaskedRecipe, Masking
 from deepnmt.tasks.masked_lm.task import TASK, text_of, validate
 from deepnmt.tokens import BOS, EOS, PAD
 from deepnmt.training.plan import shapes_by_name
-from deepnmt.training.state import TrainState
-from deepnmt.training.updates import updates
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text"
 VOCAB, MASK_ID = 1000, 4
@@ -185,34 +183,13 @@ def test_initial_weights_are_berts(prepared: Path) -> None:
     assert set(shapes_by_name(build)) == {name for name, _ in engine.module.named_parameters()}
 
 
-def losses(folder: str, layout: str, settings: str) -> int:
-    """Runs on each rank: the losses and the norms of four updates and a validation, into a file by the first."""
-    with processes(1, group=layout != "local") as ranks:
-        recipe = recipe_in(Path(folder), batch={"accumulation": 2 // ranks.world}, parallel=parallel(layout, threads=1),
-                           **json.loads(settings))
-        data = PreparedText.open(recipe)
-        engine = TASK.start(recipe, layout_of(recipe, ranks.world), data, ranks, True)
-        stream, state, found = TASK.stream(recipe, data), TrainState(), []
-        for done in updates(engine, stream, recipe, state, ranks):
-            found.append([done.stats.loss / done.update.tokens, done.stats.grad_norm])
-            if done.number == 4:
-                break
-        result = validate(recipe, data, engine, ranks)
-        found.append([result.loss, float(result.figures["accuracy"])])
-        if ranks.first:
-            (Path(folder) / f"{layout}.json").write_text(json.dumps(found), encoding="utf-8")
-        engine.close()
-    return 0
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_layout_takes_the_same_updates(zero: int, prepared: Path, warm: Warm) -> None:
-    if not (prepared / "local.json").is_file():
-        warm.run(1, "test_masked_lm:losses", prepared, "local", "{}")
-    warm.run(2, "test_masked_lm:losses", prepared, f"zero{zero}_fp32", "{}")
-    ours, theirs = (json.loads((prepared / f"{name}.json").read_text()) for name in (f"zero{zero}_fp32", "local"))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    assert theirs[0][0] > theirs[3][0] > 0
+def test_every_layout_takes_the_same_updates(prepared: Path, warm: Warm) -> None:
+    alone, = four_updates(warm, 1, prepared, [tree(prepared, batch={"accumulation": 2})])
+    layouts = ["zero0_fp32", "zero1_fp32", "zero2_fp32", "zero3_fp32"]
+    both = four_updates(warm, 2, prepared, [tree(prepared, parallel=parallel(layout, threads=1)) for layout in layouts])
+    for layout, found in zip(layouts, both, strict=True):
+        np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-6, err_msg=layout)
+    assert alone[0] > alone[3] > 0
 
 
 def test_a_run_resumes_to_the_bit(prepared: Path) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from refusals import Refused
+from task_layouts import four_updates
 from tiny_engines import parallel
 from warm import Warm
 from waves import RATE, wave_of
@@ -29,8 +30,6 @@ from deepnmt.data.batching import START, plan_epoch
 from deepnmt.evaluate.metrics import score_lines
 from deepnmt.files import read_log
 from deepnmt.model.init import fill
-from deepnmt.parallel.settings import layout_of
-from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.speech.audio import Utterance, features_of, read_lists
 from deepnmt.tasks.speech.data import SpeechStream, hide, padded_frames
@@ -39,9 +38,7 @@ from deepnmt.tasks.speech.model import build_of, initial_weights
 from deepnmt.tasks.speech.prepare import PreparedSpeech
 from deepnmt.tasks.speech.recognise import load_speech, recognise, recognise_list
 from deepnmt.tasks.speech.settings import SHORTER, SpecAugment, SpeechRecipe
-from deepnmt.tasks.speech.task import TASK, validate
-from deepnmt.training.state import TrainState
-from deepnmt.training.updates import updates
+from deepnmt.tasks.speech.task import TASK
 
 HERE = Path(__file__).parent
 WORDS = {"do": 300, "re": 700, "mi": 1500, "fa": 3100}  # a word's tone in Hertz
@@ -250,33 +247,13 @@ def test_batches_hold_as_many_frames_as_the_recipe_says(prepared: Path) -> None:
     assert 40 < shares[0].tokens < 80 and len(shares[0].batches) == len(shares[1].batches) == 4
 
 
-def losses(folder: str, layout: str) -> int:
-    """Runs on each rank: the losses and the norms of four updates and a validation, into a file by the first."""
-    with processes(1, group=layout != "local") as ranks:
-        recipe = recipe_in(Path(folder), batch={"accumulation": 2 // ranks.world}, parallel=parallel(layout, threads=1))
-        data = PreparedSpeech.open(recipe)
-        engine = TASK.start(recipe, layout_of(recipe, ranks.world), data, ranks, True)
-        stream, state, found = TASK.stream(recipe, data), TrainState(), []
-        for done in updates(engine, stream, recipe, state, ranks):
-            found.append([done.stats.loss / done.update.tokens, done.stats.grad_norm])
-            if done.number == 4:
-                break
-        result = validate(recipe, data, engine, ranks)
-        found.append([result.loss, float(result.figures["wer"])])
-        if ranks.first:
-            (Path(folder) / f"{layout}.json").write_text(json.dumps(found), encoding="utf-8")
-        engine.close()
-    return 0
-
-
-@pytest.mark.parametrize("zero", [1, 3])
-def test_every_layout_takes_the_same_updates(zero: int, prepared: Path, warm: Warm) -> None:
-    if not (prepared / "local.json").is_file():
-        warm.run(1, "test_speech:losses", prepared, "local")
-    warm.run(2, "test_speech:losses", prepared, f"zero{zero}_fp32")
-    ours, theirs = (json.loads((prepared / f"{name}.json").read_text()) for name in (f"zero{zero}_fp32", "local"))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    assert theirs[0][0] > theirs[3][0] > 0
+def test_every_layout_takes_the_same_updates(prepared: Path, warm: Warm) -> None:
+    alone, = four_updates(warm, 1, prepared, [tree(prepared, batch={"accumulation": 2})])
+    layouts = ["zero1_fp32", "zero3_fp32"]
+    both = four_updates(warm, 2, prepared, [tree(prepared, parallel=parallel(layout, threads=1)) for layout in layouts])
+    for layout, found in zip(layouts, both, strict=True):
+        np.testing.assert_allclose(found, alone, rtol=1e-6, atol=1e-6, err_msg=layout)
+    assert alone[0] > alone[3] > 0
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
