@@ -179,7 +179,7 @@ def test_every_example_runs_from_the_wheel(
         launched += [words for words in examples(command, capsys) if words[0] != "deepnmt"]
     for launcher, *words in launched:
         done = subprocess.run([installed / launcher, "--master_port", str(free_port()), *words], capture_output=True,
-                              text=True, timeout=300, check=False, env=env, cwd=workplace)
+                              text=True, timeout=600, check=False, env=env, cwd=workplace)
         assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
         assert "train" not in words or "finished after 4 updates" in done.stderr
     shutil.copytree(workplace / "runs/my", workplace / "runs/other")

@@ -23,8 +23,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (cell,) = [cell for cell in notebook.cells if '"updates": 100' in cell.source]
     if not os.environ.get("DEEPNMT_LONG"):
         cell.source = cell.source.replace('"updates": 100', '"updates": 50').replace('_every": 100', '_every": 50')
-    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-                   ).execute()
+    NotebookClient(notebook, timeout=600, startup_timeout=600, kernel_name="python3",
+                   resources={"metadata": {"path": str(tmp_path)}}).execute()
     admin, post_ln = ([record["loss"] for record in read_log(tmp_path / "runs" / name / "log.jsonl")
                        if record["type"] == "train"][-1] for name in ("admin", "post_ln"))
     assert admin < post_ln - 0.2

@@ -412,7 +412,7 @@ def test_dask_gives_the_same_bytes(prepared: Path, texts: dict[str, Any], tmp_pa
     recipe = _recipe(prepared, tmp_path / "dask", texts)
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     script = Path(__file__).parents[2] / "recipes" / "launch" / "prepare_with_dask.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path / "recipe.yaml")], check=True, timeout=300)
+    subprocess.run([sys.executable, str(script), str(tmp_path / "recipe.yaml")], check=True, timeout=600)
     assert contents(Path(recipe.data.folder)) == whole
 
 

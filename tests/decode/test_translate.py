@@ -83,7 +83,7 @@ def test_gz_and_standard_streams_give_the_same_output(
         assert capsys.readouterr().out.encode() == (tmp_path / "out").read_bytes()
 
 
-@pytest.mark.timeout(100, method="thread")  # it would wait for an answer
+@pytest.mark.timeout(300, method="thread")  # it would wait for an answer
 def test_a_pipe_is_answered_line_by_line(
     checkpoint: Path, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -306,7 +306,7 @@ def test_sacrebleus_test_sets_from_its_folder_without_a_network(tmp_path: Path) 
     refused = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
     paths = os.pathsep.join([str(Path(tiny_run.__file__).parent), str(Path(config.__file__).parents[2])])
     done = subprocess.run(
-        [sys.executable, "-c", _SACREBLEU_SETS], capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        [sys.executable, "-c", _SACREBLEU_SETS], capture_output=True, text=True, timeout=600, check=True, cwd=tmp_path,
         env={**os.environ, **refused, "no_proxy": "", "SACREBLEU": str(tmp_path / "cache"), "PYTHONPATH": paths},
     )
     assert done.stdout.startswith(f"SacreBLEU's multi30k/2016 is not in {tmp_path / 'cache'} and cannot be downloaded")

@@ -63,7 +63,7 @@ def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.rmtree(copy / "tests" / home, ignore_errors=True)
     environment = {**os.environ, "PYTHONPATH": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, ROOT / "tests" / "support" / "erasing.py", folder, *CORE], cwd=folder,
-                   env=environment, timeout=850, check=True)
+                   env=environment, timeout=1700, check=True)
     return folder
 
 

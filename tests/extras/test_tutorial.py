@@ -92,7 +92,7 @@ def test_the_whole_way(place: Path, warm: Warm, capsys: pytest.CaptureFixture[st
             assert "Error" not in said, said
         assert shutil.which("curl"), "apt-get install curl"
         asked = subprocess.run(["bash", "-c", CURL.replace(":8000/", f":{address[1]}/")], stdout=subprocess.PIPE,
-                               text=True, timeout=60, check=True).stdout
+                               text=True, timeout=600, check=True).stdout
     finally:
         kill(pid)
         warm.wait()

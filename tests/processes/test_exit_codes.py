@@ -38,7 +38,7 @@ def job(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "layout", "stages"), LAYOUTS)
-@pytest.mark.timeout(3600 if LONG else 600)
+@pytest.mark.timeout(3600 if LONG else 1800)
 def test_all_processes_end_with_0(
     world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

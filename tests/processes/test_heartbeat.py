@@ -53,7 +53,7 @@ def together(fault: str, folder: str = "") -> int:
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGSTOP, 1), (signal.SIGSTOP, 0), (signal.SIGKILL, 1)])
 def test_a_process_that_shows_no_sign_of_life(number: int, victim: int, warm: Warm) -> None:
     pids = warm.start(2, "test_heartbeat:together", "")
-    for _ in waiting(60, "both to begin"):
+    for _ in waiting(200, "both to begin"):
         if warm.said().count("begun") == 2:
             break
     os.kill(pids[victim], number)
@@ -62,7 +62,7 @@ def test_a_process_that_shows_no_sign_of_life(number: int, victim: int, warm: Wa
         if has_ended(other):
             break
     kill(pids[victim])
-    codes = warm.wait(60)
+    codes = warm.wait(200)
     assert codes[1 - victim] == 76, (codes, warm.said())
     assert f"no sign of life from rank {victim} on {os.uname().nodename}" in warm.said()
 
@@ -71,7 +71,7 @@ def test_a_process_that_shows_no_sign_of_life(number: int, victim: int, warm: Wa
     ("user", [2, 2], "a mistake of one"), ("bug", [76, 1], "has ended with ValueError: a bug")])
 def test_a_fault_of_one_process_ends_all(fault: str, codes: list[int], said: str, warm: Warm) -> None:
     warm.start(2, "test_heartbeat:together", fault)
-    assert warm.wait(60) == codes, warm.said()
+    assert warm.wait(200) == codes, warm.said()
     assert said in warm.said()
 
 
@@ -82,7 +82,7 @@ def test_a_fault_of_one_process_ends_all(fault: str, codes: list[int], said: str
 def test_processes_that_live_but_do_not_go_on(fault: str, said: str, warm: Warm, tmp_path: Path) -> None:
     """One of them opens a pipe into which nobody writes, or waits for what the other does not send."""
     warm.start(2, "test_heartbeat:together", fault, tmp_path)
-    assert warm.wait(60) == [76, 76], warm.said()
+    assert warm.wait(200) == [76, 76], warm.said()
     told = [line for line in warm.said().splitlines() if line.startswith("deepnmt: ")]
     assert len(told) == 1, warm.said()
     start = r"deepnmt: training stands still: an update has taken \d+ s, of 3 s allowed; "

@@ -113,7 +113,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], 
         with processes() as ranks:
             os.write(1, f"{ranks.rank} {ranks.device} {os.environ['LOCAL_RANK']}\n".encode())  # in one piece
             ranks.store.add("done", 1)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 100
             while ranks.first and ranks.store.add("done", 0) < len(visible):  # the store ends with this process
                 assert time.monotonic() < until
         return 0
@@ -225,7 +225,7 @@ with processes(1) as ranks:
 """)
     ours = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1",
-                           how.replace("=0", f"={free_port()}"), script], capture_output=True, text=True, timeout=300,
+                           how.replace("=0", f"={free_port()}"), script], capture_output=True, text=True, timeout=600,
                           check=False, cwd=tmp_path, env={**ours, "PYTHONPATH": str(Path(deepnmt.__file__).parents[1])})
     assert done.returncode == 0, done.stderr
     met = {file.name: file.read_text() for file in tmp_path.glob("met-*")}

@@ -29,7 +29,7 @@ def train(launcher: list[str], prepared: Path, run: Path) -> dict[int, float]:
         [str(BIN / launcher[0]), *(word.format(port=free_port()) for word in launcher[1:]), "train",
          prepared / "recipe.yaml", f"run={run}", "parallel.ds_config=ds_configs/zero1.json", "train.updates=6",
          "train.validate_every=100", "train.valid_bleu=false"],
-        env=environment(BIN, run.parent, PYTHONPATH=str(ROOT)), cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=environment(BIN, run.parent, PYTHONPATH=str(ROOT)), cwd=ROOT, capture_output=True, text=True, timeout=600,
         check=False)
     assert done.returncode == 0 and "finished after 6 updates" in done.stderr, done.stdout + done.stderr
     return losses(run)

@@ -84,7 +84,7 @@ def files(checkpoint: Path) -> list[bytes]:
     return [(checkpoint / name).read_bytes() for name in ("weights.safetensors", "moments.safetensors")]
 
 
-@pytest.mark.timeout(24 * 3600 if LONG else 900)
+@pytest.mark.timeout(24 * 3600 if LONG else 1800)
 def test_training_goes_on_to_the_bit(failing: Warm, prepared: Path, tmp_path: Path) -> None:
     recipe, whole = prepared / "recipe.yaml", tmp_path / "whole" / "run"
     whole.parent.mkdir()
@@ -115,7 +115,7 @@ def test_training_goes_on_to_the_bit(failing: Warm, prepared: Path, tmp_path: Pa
     print(f"{changes} changes in a run, {told} faults told")
 
 
-@pytest.mark.timeout(24 * 3600 if LONG else 900)
+@pytest.mark.timeout(24 * 3600 if LONG else 1800)
 def test_an_average_is_the_old_or_the_new(failing: Warm, prepared: Path, tmp_path: Path) -> None:
     recipe, run = prepared / "recipe.yaml", tmp_path / "run"
     assert attempt(failing, "train", run, 0, 0, recipe, f"run={run}", *OPTIONS)[0] == 0
@@ -139,7 +139,7 @@ def test_an_average_is_the_old_or_the_new(failing: Warm, prepared: Path, tmp_pat
         assert not list(run.glob(".*averaged*")), "what was in the way is swept away"
 
 
-@pytest.mark.timeout(24 * 3600 if LONG else 900)
+@pytest.mark.timeout(24 * 3600 if LONG else 1800)
 def test_a_profile_is_whole_or_its_fault_is_told(failing: Warm, prepared: Path, tmp_path: Path) -> None:
     recipe, whole = prepared / "recipe.yaml", tmp_path / "whole" / "run"
     whole.parent.mkdir()

@@ -182,7 +182,7 @@ def test_a_run_is_exported_and_loads_without_deepnmt(
 
     lines = (prepared / "text" / "test.en").read_text(encoding="utf-8").splitlines()[:6]
     code = SCRIPT.format(script=SCRIPTS[to])
-    result = subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(lines)], check=False, timeout=300,
+    result = subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(lines)], check=False, timeout=600,
                             capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
     assert result.returncode == 0, result.stderr
     source, output = tmp_path / "in", tmp_path / "translated"

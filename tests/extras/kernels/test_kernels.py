@@ -24,7 +24,7 @@ def kernel_row(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         env = {**os.environ, "PYTHONPATH": str(ROOM.parents[2]), "TRITON_CACHE_DIR": str(tmp_path),
                "TRITON_INTERPRET": str(int(name == "interpreted"))}
         done = subprocess.run([sys.executable, ROOM / "kernel_rows.py", name, tmp_path], env=env, capture_output=True,
-                              text=True, timeout=300, check=False)
+                              text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
