@@ -1,4 +1,4 @@
-"""kill -9 at random moments, in the middle of updates, validations and saves: nothing is lost but time.
+"""Killed at random moments, in the middle of updates, validations and saves: a run loses nothing but time.
 
 One run, with frozen parts and a running average of its weights, is killed again and again until it ends, in each
 layout; every loss, every validation, the final weights, moments and averages equal, bit for bit, those of an
@@ -14,7 +14,9 @@ import json
 import os
 import random
 import shutil
+import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ import pytest
 from kills import kill_before
 from tiny_engines import options as layout_options
 from torch import equal
-from warm import Warm, kill, train, waiting
+from warm import Warm, train
 
 from deepnmt.checkpoint.checkpoint import moments_in, newest_checkpoint, update_of, weights_in
+from deepnmt.processes import heartbeat
 
 UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 24), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
@@ -51,39 +54,35 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in found if record["type"] == kind]
 
 
-def last_update(run: Path) -> int:
-    return max((record["update"] for record in records(run, "train")), default=0)
-
-
 def saves(run: Path) -> set[Path]:
     """Folders being written, or left half-written by an earlier kill."""
     return set((run / "checkpoints").glob(".tmp-*"))
 
 
-def moment(run: Path, goal: int, kind: str, before: set[Path]) -> bool:
-    """Whether the run is at or after update `goal`, in the middle of an update, a validation or a save."""
-    if kind == "save":
-        return bool(saves(run) - before) and last_update(run) >= goal
-    update = last_update(run)
-    if kind == "validation":
-        seen = {record["update"] for record in records(run, "valid")}
-        return update >= goal and update % VALIDATE_EVERY == 0 and update not in seen
-    return update >= goal
+def train_until(ranks: str, kind: str, count: str, seconds: str, *arguments: str) -> int:
+    """Runs on each rank: `deepnmt train`. These `ranks` are killed so many seconds after they begin, beyond the first
+    `count` updates, what is of that kind: by their own alarm, which nobody handles. It is as sudden as kill -9, and
+    comes in time whoever has the cores."""
+    begun, begin = Counter[str](), heartbeat.begin
+
+    def begin_and_die(what: str) -> None:
+        begun[what] += 1
+        begin(what)
+        if what == kind and begun[heartbeat.UPDATE] > int(count) and not signal.getitimer(signal.ITIMER_REAL)[0]:
+            signal.setitimer(signal.ITIMER_REAL, float(seconds))
+
+    if os.environ["RANK"] in ranks:
+        heartbeat.begin = begin_and_die
+    return train(*arguments)
 
 
-def strike(warm: Warm, world: int, run: Path, goal: int, kind: str, draw: random.Random, *words: str) -> None:
+def strike(warm: Warm, world: int, kind: str, count: int, draw: random.Random, *words: str) -> None:
     """Starts the run and kills one of its processes, or all, at a moment of that kind."""
-    before = saves(run)
-    goal = max(goal, last_update(run) + 1)  # beyond the last attempt
-    pids = warm.train(world, *words)
-    for _ in waiting(180, f"a {kind} at update {goal}"):
-        if moment(run, goal, kind, before):
-            break
-    time.sleep(draw.random() * 0.02)
-    for pid in draw.choice([pids[:1], pids[-1:], pids]):
-        kill(pid)
+    everyone = "".join(map(str, range(world)))
+    ranks = draw.choice([everyone[:1], everyone[-1:], everyone])
+    warm.start(world, "test_kill:train_until", ranks, kind, count, 1e-6 + draw.random() * 0.03, *words)
     codes = warm.wait(180)
-    assert -9 in codes and 0 not in codes, f"the run had ended: {codes}\n{warm.said()}"
+    assert -signal.SIGALRM in codes and 0 not in codes, f"{ranks}, {kind}, {count}: {codes}\n{warm.said()}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,11 +98,13 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     seed = time.time_ns()
     draw = random.Random(seed)
     print(f"seed {seed}")  # shown if the test fails
-    kinds = [("update", "validation", "save")[number % 3] for number in range(KILLS)]
+    kinds = [(heartbeat.UPDATE, heartbeat.VALIDATION, heartbeat.SAVE)[number % 3] for number in range(KILLS)]
     draw.shuffle(kinds)
     for number, kind in enumerate(kinds):
         goal = 1 + number * (UPDATES - 12) // KILLS + draw.randrange(4)
-        strike(warm, world, broken, goal, kind, draw, recipe, f"run={broken}", *options)
+        saved = newest_checkpoint(broken / "checkpoints") if broken.exists() else None
+        done = 0 if saved is None else update_of(saved)
+        strike(warm, world, kind, max(0, goal - done), draw, recipe, f"run={broken}", *options)
     warm.train(world, recipe, f"run={broken}", *options)
     assert warm.wait() == [0] * world, warm.said()
     compare(whole, broken)
