@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,14 +87,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("installed"), wheel)
 
 
+# Files that take 30 s or more, the longest first. A run ends with the names of those that are not here yet.
 LONGEST = [
-    "test_launchers", "test_kill", "test_lost_nodes", "test_launcher", "test_torchrun", "test_engines",
-    "test_foreign_files", "test_dry_gpu", "test_wheel", "test_pipeline", "test_readme", "test_resume_anywhere",
-    "test_faults_of_saves", "test_failing_disk", "test_random_kills", "test_nodes_that_differ", "test_demo",
-    "test_steps", "test_tutorial", "test_help", "test_diagnose", "test_notebook", "test_admin_profile",
-    "test_layout_change", "test_heartbeat", "test_offload", "test_optimizers", "test_divergence", "test_gather",
-    "test_export", "test_compiled_layers", "test_kernels", "test_guided_alignment",
+    "test_launchers", "test_help", "test_kill", "test_lost_nodes", "test_launcher", "test_torchrun", "test_engines",
+    "test_foreign_files", "test_erasure", "test_dry_gpu", "test_wheel", "test_guide", "test_pipeline", "test_readme",
+    "test_resume_anywhere", "test_faults_of_saves", "test_failing_disk", "test_random_kills", "test_nodes_that_differ",
+    "test_demo", "test_steps", "test_tutorial", "test_serving", "test_diagnose", "test_notebook", "test_admin_profile",
+    "test_layout_change", "test_heartbeat", "test_training", "test_second_task", "test_offload", "test_optimizers",
+    "test_divergence", "test_gather", "test_export", "test_compiled_layers", "test_kernels", "test_guided_alignment",
+    "test_seeded_faults", "test_compare_blocks", "test_imports", "test_lm_layouts", "test_update_tokens",
 ]
+_LONG = 30.0
 
 
 # What starts processes: fixtures, and names that a test file has imported.
@@ -112,6 +116,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("wheel")
         elif item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}:
             item.add_marker("quick")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """After a run of most tests, names the files that belong into `LONGEST`."""
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[Path(report.location[0]).stem] += report.duration
+    for name, taken in seconds.most_common():
+        if taken >= _LONG and name not in LONGEST and len(seconds) > 100:
+            terminalreporter.line(f"{name} took {taken:.0f} s: LONGEST in tests/conftest.py should name it")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """PyTorch draws the same in a test whatever has run before it."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-from installed import environment
 from tiny_engines import options
 from warm import Warm
 
@@ -18,10 +16,10 @@ from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile
-from deepnmt.processes.launch import free_port, processes
+from deepnmt.processes.launch import processes
 from deepnmt.training.profile import first_micro_batches, profile, profile_for
 
-ROOT = Path(__file__).resolve().parents[2]
+TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "profile_admin.py")
 
 
 def recipe_of(file: str, run: str, *overrides: str) -> Recipe:
@@ -73,21 +71,23 @@ def test_training_measures_the_same_profile_in_other_layouts(
     assert two.provenance == one.provenance and max(one.decoder) > 1.1
 
 
-def test_the_tool_runs_alone_and_under_the_launcher(
-    prepared: Path, tmp_path: Path, threads: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def run_tool(*words: str) -> None:
+    """Runs on each rank."""
+    sys.argv = [TOOL, *words]
+    runpy.run_path(TOOL, run_name="__main__")
+
+
+def test_the_tool_runs_on_one_process_and_on_two(
+    prepared: Path, tmp_path: Path, warm: Warm, threads: None, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool, recipe = str(ROOT / "tools" / "profile_admin.py"), str(prepared / "recipe.yaml")
-    monkeypatch.setattr(sys, "argv", [tool, recipe, f"run={tmp_path}/alone"])
+    recipe = str(prepared / "recipe.yaml")
+    monkeypatch.setattr(sys, "argv", sys.argv)
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(tool, run_name="__main__")
+        run_tool(recipe, f"run={tmp_path}/alone")
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("encoder  ω_1 1.000")
-    launcher = Path(sys.executable).parent / "deepspeed"
-    done = subprocess.run(
-        [str(launcher), "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()), tool, recipe,
-         f"run={tmp_path}/launched"], capture_output=True, text=True, check=False, cwd=ROOT,
-        env=environment(launcher.parent, tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("encoder  ω_1") == 1, "only the first process talks"
+    warm.run(2, "test_admin_ranks:run_tool", recipe, f"run={tmp_path}/launched")
+    assert warm.said().count("encoder  ω_1") == 1, "only the first process talks"
     alone, launched = (AdminProfile.load(tmp_path / n / "admin_profile.json", load_recipe(recipe).model)
                        for n in ("alone", "launched"))
     assert launched.encoder == pytest.approx(alone.encoder, rel=1e-6)

@@ -201,7 +201,7 @@ def test_what_cannot_fit_is_refused(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = prepared / "recipe.yaml"
     for change, part, way in (
-        (["model.encoder.layers=2000", "model.width=16384"], "checkpoint copy", "model.width or its layers"),
+        (["model.encoder.layers=500", "model.width=16384"], "checkpoint copy", "model.width or its layers"),
         (["batch.tokens=100000000"], "activations", "batch.tokens, or set parallel.recompute_layers"),
         (["model.width=65536", "model.max_length=131072", "model.encoder.layers=1", "model.decoder.layers=1"],
          "checkpoint copy", "model.width or its layers"),
