@@ -1,7 +1,8 @@
 """What is tried: the points of the search, and how many trials each of its stages gets.
 
 A point is a peak learning rate (`lr`, which is the rate of the embeddings), its factors for the layers of each side
-(`encoder`, `decoder`), and the share of the updates that the rate rises (`warmup`). Points are spread by a Sobol
+(`encoder`, `decoder`), and the share of the updates that the rate rises (`warmup`). With `carried` it is for the deep
+model, which `model.tuned_at` tells of the copy. Points are spread by a Sobol
 sequence over the logarithms of a box; later ones lie around the best so far, and may leave the box with it.
 """
 
@@ -24,6 +25,8 @@ WARMUP = (0.05, 0.5)
 RATES = (1 / 4, 4.0)  # times the recipe's
 SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # what has kept encoders from collapsing
 LONGEST_WARMUP = 4000  # updates, unless the recipe has more: the share of a long run would be longer than any needs
+SHALLOW = 3  # the copy has this part of the layers
+LEAST_LAYERS = 2  # of a side of the copy
 NEAR = 0.5  # of the box's width: how wide points lie around the best
 
 
@@ -88,6 +91,17 @@ def fitting(budget: Budget, least: int, depth: float, seconds: float) -> Stages:
     return stages(runs, budget.seeds, depth)
 
 
+def small_layers(recipe: Recipe) -> dict[str, int]:
+    """The layers of the copy on each side: a third of the recipe's, but two, or all that there are."""
+    layers = {side: recipe.model.stack(side).layers for side in recipe.model.sides}
+    return {side: min(count, max(LEAST_LAYERS, round(count / SHALLOW))) for side, count in layers.items()}
+
+
+def tuned_at(recipe: Recipe) -> dict[str, int]:
+    """The settings that tell the deep model of the copy."""
+    return {f"model.tuned_at.{side}_layers": layers for side, layers in small_layers(recipe).items()}
+
+
 def given(recipe: Recipe) -> Point:
     """The point that the recipe is."""
     point = {"lr": recipe.optimizer.lr}
@@ -136,6 +150,8 @@ def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
     settings["schedule.warmup"] = schedule.warmup
     if point["warmup"] != given(recipe)["warmup"] or updates != recipe.train.updates:
         settings["schedule.warmup"] = warmup_of(recipe, point["warmup"], updates)
+    if "carried" in point:
+        settings |= tuned_at(recipe)
     if schedule.start:
         settings["schedule.start"] = float(f"{schedule.start * point['lr'] / optimizer.lr:.3g}")
     return settings
@@ -158,4 +174,5 @@ def warmup_of(recipe: Recipe, share: float, updates: int) -> int:
 def words(point: Point) -> str:
     """A point in a few words."""
     factors = ", ".join(f"{side} x {point[side]:g}" for side in FACTORS if side in point)
-    return ", ".join(filter(None, (f"rate {point['lr']:.2g}", factors, f"warm-up {100 * point['warmup']:.2g} %")))
+    return ", ".join(filter(None, (f"rate {point['lr']:.2g}", factors, f"warm-up {100 * point['warmup']:.2g} %",
+                                   "model.tuned_at" if "carried" in point else "")))

@@ -11,17 +11,27 @@ from statistics import fmean, stdev
 from typing import Any
 
 from deepnmt.api import read_recipe
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, TunedAt
 from deepnmt.errors import UserError
 from deepnmt.extras.tune.page import plot_trials, rows_of
-from deepnmt.extras.tune.plan import Budget, Point, anchors, box_of, fitting, given, settings_of, spread, words
+from deepnmt.extras.tune.plan import (
+    Budget,
+    Point,
+    anchors,
+    box_of,
+    fitting,
+    given,
+    settings_of,
+    small_layers,
+    spread,
+    tuned_at,
+    words,
+)
 from deepnmt.extras.tune.trials import Record, TimeIsOver, Trials, result
 from deepnmt.extras.tune.written import file_to_write, write_tuned
 from deepnmt.files import make_run_folder, markdown_table, table, write_json, write_text
 from deepnmt.training.task import find_task
 
-SHALLOW = 3  # the copy has this part of the layers
-LEAST_LAYERS = 2  # of a side of the copy
 LEAST_RUNS = 8
 
 
@@ -85,13 +95,11 @@ def tune(
 
 
 def small_copy(recipe: Recipe) -> Recipe:
-    """The recipe with a third of the layers on each side, but two, or all that there are."""
-    changes: dict[str, Any] = {}
-    for side in recipe.model.sides:
-        layers = recipe.model.stack(side).layers
-        changes[f"model.{side}.layers"] = min(layers, max(LEAST_LAYERS, round(layers / SHALLOW)))
-    if all(changes[f"model.{side}.layers"] == recipe.model.stack(side).layers for side in recipe.model.sides):
+    """The recipe with fewer layers, see `small_layers`."""
+    layers = small_layers(recipe)
+    if all(recipe.model.stack(side).layers == count for side, count in layers.items()):
         return recipe
+    changes: dict[str, Any] = {f"model.{side}.layers": count for side, count in layers.items()}
     if getattr(recipe.train, "guided_layer", 0):
         changes["train.guided_layer"] = 0
     return read_recipe(recipe, {**changes, **({"admin.profile": None} if recipe.admin.profile else {})})
@@ -146,16 +154,21 @@ def search(trials: Trials) -> None:
 
 
 def carry(trials: Trials, finalists: Sequence[Candidate], count: int) -> None:
-    """Tries the finalists on the deep model, at lower rates as long as these are better, and the recipe as it is."""
+    """Tries the finalists on the deep model, without a rule that carries them also at lower rates as long as these are
+    better, and the recipe as it is."""
     recipe, updates = trials.recipe, trials.budget.updates
 
     def run(point: Point) -> Candidate:
         return Candidate(point, [trials.run("deep", point, updates, recipe.seed, deep=True)])
 
+    theory = carries(recipe)
+    if theory:
+        finalists = [Candidate({**one.point, "carried": 1.0}, one.records) for one in finalists]
     winner = finalists[0].point
     tried = [run(point) for point in ([winner] if winner == given(recipe) else [winner, given(recipe)])]
     best, scale = tried[0], 1.0
-    while len(tried) < count - (len(finalists) > 1 and count > 3):  # the last is the other finalist's
+    last = len(finalists) > 1 and count > 3  # is the other finalist's
+    while len(tried) < count - last and not (theory or recipe.model.tuned_at != TunedAt()):
         scale /= 2
         lower = run(scaled(winner, scale))
         tried.append(lower)
@@ -163,10 +176,21 @@ def carry(trials: Trials, finalists: Sequence[Candidate], count: int) -> None:
             break
         best = lower
     for other in finalists[1:]:
-        for factor in (best.point["lr"] / winner["lr"], 1.0, 0.5):
+        for factor in (1.0,) if theory else (best.point["lr"] / winner["lr"], 1.0, 0.5):
             point = scaled(other.point, factor)
             if len(tried) < count and all(point != candidate.point for candidate in tried):
                 tried.append(run(point))
+
+
+def carries(recipe: Recipe) -> bool:
+    """Whether `model.tuned_at` can carry rates from the copy to the recipe, which has none of its own."""
+    if recipe.model.tuned_at != TunedAt():
+        return False
+    try:
+        read_recipe(recipe, tuned_at(recipe))
+    except UserError:
+        return False
+    return True
 
 
 def scaled(point: Point, factor: float) -> Point:
@@ -242,6 +266,10 @@ def carried(trials: Trials, best: Candidate) -> list[str]:
         said.append("The model is as shallow as its copy would be, so the rates are its own.")
     elif not deep:
         said.append("They were not tried on the deep model, where the best rate may be a half or a quarter.")
+    elif "carried" in best.point or trials.recipe.model.tuned_at != TunedAt():
+        said.append("model.tuned_at carries the rates from fewer layers to these (docs/guide/comparing.md).")
+    elif any("carried" in candidate.point for candidate in deep):
+        said.append("What model.tuned_at carries from the small copy was no better.")
     else:
         said.append("No theory carries these rates over depth, so the best were tried on the deep model itself, at "
                     "lower rates, too: from 6 to 18 layers the best rate of B2T fell to a quarter and that of Post-LN "

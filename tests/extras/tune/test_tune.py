@@ -26,7 +26,7 @@ from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, settings_of, spread, stages
 from deepnmt.extras.tune.trials import Trials
-from deepnmt.extras.tune.tune import choose, search, small_copy
+from deepnmt.extras.tune.tune import carries, choose, search, small_copy
 from deepnmt.extras.tune.written import edited_text
 from deepnmt.training.task import prepare as prepare_task
 
@@ -50,8 +50,8 @@ model:
   ffn: 32
   dropout: 0.0
   max_length: 32
-  encoder: {{block: pre_ln, layers: 4}}
-  decoder: {{block: pre_ln, layers: 4}}
+  encoder: {{block: dlcl, layers: 4}}
+  decoder: {{block: dlcl, layers: 4}}
 optimizer:
   name: adam
   lr: 2.0e-2     # too high
@@ -277,6 +277,24 @@ def test_the_small_copy_and_large_updates(recipe_file: Path, monkeypatch: pytest
     assert {recipe.batch.accumulation for recipe in trained} == {4}
     assert {record["stage"] for record in trials.done} == {"search", "longer", "seeds"}
     assert choose(trials) is not None
+
+
+def test_a_rule_carries_the_rates_where_there_is_one(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_file.write_text(recipe_file.read_text().replace("dlcl", "pre_ln"))
+    trained = pretend(monkeypatch, as_measured)
+    assert main("tune", [str(recipe_file), "--runs", "32"]) == 0
+    deep = [recipe.model.tuned_at for recipe in trained if recipe.model.encoder.layers == 4]
+    assert [(at.encoder_layers, at.decoder_layers) for at in deep] == [(2, 2), (None, None), (2, 2)]
+    file = recipe_file.with_name("my_tuned.yaml")
+    assert load_recipe(file).model.tuned_at.encoder_layers == 2
+    changes = changed_settings(load_recipe(recipe_file), load_recipe(file))
+    assert {change.key for change in changes} >= {"model.tuned_at.encoder_layers", "model.tuned_at.decoder_layers"}
+    assert "model.tuned_at carries the rates from fewer layers to these" in capsys.readouterr().out
+    own = read_recipe(recipe_file, {"model.tuned_at.encoder_layers": 3})
+    assert not carries(own) and small_copy(own).model.tuned_at == own.model.tuned_at
+    assert not carries(read_recipe(recipe_file, {"model.encoder.block": "admin"}))
 
 
 def test_trials_of_another_recipe_do_not_count(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
