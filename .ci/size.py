@@ -20,7 +20,7 @@ BUDGETS = {
     "deepnmt/decode": 16_300, "deepnmt/evaluate": 8_900, "deepnmt/model": 28_300, "deepnmt/optim": 3_200,
     "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 17_200,
     "deepnmt/tasks": 32_500,
-    "deepnmt": 16_900,  # its own files, not those of the rooms
+    "deepnmt": 16_950,  # its own files, not those of the rooms
     "deepnmt/extras": 88_300, "studies": 55_900, "tests": 358_500,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
