@@ -160,7 +160,7 @@ def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
         except Diverged:
             return diverged
     [*_, valid] = (record for record in read_log(Path(recipe.run) / "log.jsonl") if record["type"] == "valid")
-    loss, use = float(valid["loss"]), SourceUse.of(valid)
+    loss, use = float(valid["loss"]), SourceUse.of(valid)  # None: the task does not measure it
     # A nat worse than a guess among all tokens: what another source costs then means nothing.
     wild = float(valid["perplexity"]) > math.e * recipe.vocab.size
     if not math.isfinite(loss) or (use is not None and (wild or not math.isfinite(use.source_gain))):

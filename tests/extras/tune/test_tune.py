@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from refusals import Refused
 from small_text import tree as language_model_tree
 from small_text import write_texts
@@ -335,17 +336,27 @@ def test_after_a_kill_the_same_command_goes_on(
     assert {**again, "seconds": 0} == {**records[3], "seconds": 0}
 
 
-def test_a_language_model_goes_by_its_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
+MASKED = {"task": "masked_lm", "vocab": {"kind": "bpe", "size": 60}, "optimizer": {"lr": 0.01},
+          "data": {"length": 24, "unit": "documents", "test": None, "block": None},
+          "model": {"encoder": {"block": "pre_ln", "layers": 2}, "decoder": None}}
 
+
+@pytest.mark.parametrize("task", ["language_model", "masked_lm"])
+def test_a_task_without_a_source_goes_by_its_loss(
+    task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_texts(tmp_path)
-    file = tmp_path / "lm.yaml"
-    file.write_text(yaml.safe_dump(language_model_tree(tmp_path, train={"updates": 12})))
+    file, tree = tmp_path / "lm.yaml", language_model_tree(tmp_path, train={"updates": 12})
+    if task == "masked_lm":
+        tree = language_model_tree(tmp_path, train={"updates": 12}, **MASKED)
+        tree["data"] = {name: value for name, value in tree["data"].items() if value is not None}
+    file.write_text(yaml.safe_dump(tree))
     prepare_task(load_recipe(file))
     assert main("tune", [str(file), "--runs", "8"]) == 0
     said, records = capsys.readouterr().out, lines(tmp_path / "run")
-    assert "Chosen by the loss of the validation text, since task: language_model does not measure" in said
-    assert all(record["source_gain"] is None and "encoder" not in record["point"] for record in records)
+    assert f"Chosen by the loss of the validation text, since task: {task} does not measure" in said
+    assert all(record["source_gain"] is None for record in records)
+    assert all(("encoder" in record["point"]) == (task == "masked_lm") for record in records)
     longest = [record for record in records if record["updates"] == 12]
     best = min(longest, key=lambda record: record["loss"])
     tuned = file.with_name("lm_tuned.yaml")
