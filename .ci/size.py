@@ -21,7 +21,7 @@ BUDGETS = {
     "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 17_200,
     "deepnmt/tasks": 32_500,
     "deepnmt": 16_950,  # its own files, not those of the rooms
-    "deepnmt/extras": 88_300, "studies": 55_900, "tests": 358_500,
+    "deepnmt/extras": 88_300, "studies": 58_000, "tests": 358_500,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -437,6 +437,25 @@ def collapse(words: list[str]) -> None:
         plot([record for _, record in read_numbered_log(runs)], args.plot)
 
 
+def transfer(words: list[str]) -> None:
+    """See whether the best learning rate stays when a model becomes deeper or wider."""
+    parser = recipe_parser(
+        "transfer",
+        "Trains a recipe with seven rates around its own at widths 64 to 256, depths 4 to 32 and with stacks of\n"
+        "unequal depth, with model.tuned_at and without, and says where the best rate is. Each run becomes a line of\n"
+        "RUNS; the same command trains the missing ones.",
+        "python -m studies transfer my.yaml model.encoder.block=pre_ln model.decoder.block=pre_ln",
+    )
+    add_options(parser, ("--runs", "FILE", Path, Path("studies/transfer_runs.jsonl"), "default: %(default)s"),
+                ("--seeds", "N", int, 3, "seeds of each run (default: %(default)s)"),
+                ("--updates", "N", int, 300, "updates of each run (default: %(default)s)"), SECONDS)
+    args, recipe = parse(parser, words)
+    positive(args, "seeds", "updates")
+    from studies.transfer import run_all
+
+    print(run_all(recipe, args.runs, args.seeds, args.updates, args.seconds))
+
+
 def mlm(words: list[str]) -> int:
     """Train small masked language models with and without a warm-up, and classifiers from one of them."""
     parser = plain_parser(
@@ -638,6 +657,7 @@ STUDIES: dict[str, Command] = {
     "compare-blocks": compare_blocks,
     "long-runs": long_runs,
     "collapse": collapse,
+    "transfer": transfer,
     "mlm": mlm,
     "deep-blocks": deep_blocks,
     "rate-ramp": rate_ramp,

@@ -549,7 +549,7 @@ def _absent(value: Any) -> Any:
 
 class TunedAt(Section):
     """The sizes of the model on which the learning rate, weight decay and eps were tuned, where they differ from this
-    model's, which then trains best with the same values (CompleteP; see docs/guide/comparing.md). A side with a width
+    model's, which then trains best with the same values (CompleteP; see docs/guide/new_recipe.md). A side with a width
     of its own had it in the same proportion. Only with pre_ln and, as an experiment, peri_ln, and with adam, adamw or
     muon."""
 

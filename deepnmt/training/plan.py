@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -195,11 +196,11 @@ def factor_table(recipe: Recipe) -> str:
     that have the same factors."""
     with torch.device("meta"):
         built = Transformer(with_settings(recipe.model, {f"{side}.layers": 1 for side in recipe.model.sides}), 8, 8, 0)
-    groups: dict[tuple[float, ...], list[str]] = {}
+    groups: dict[tuple[float, ...], dict[str, None]] = {}
     for name, p in built.named_parameters():
         factors = factors_of(name, recipe.model, group_key(name, p.shape, recipe).muon)
-        groups.setdefault((*factors, factors.decay), []).append(name.replace("layers.0", "layers.*"))
-    lines = [f"{'initial':>8} {'rate':>8} {'eps':>8} {'decay':>8}  tuned at other sizes: factors, by parameter"]
+        groups.setdefault((*factors, factors.decay), {})[re.sub(r"\.\d+\.", ".*.", name)] = None
+    lines = [f"{'initial':>8} {'rate':>8} {'eps':>8} {'decay':>8}  factors, by parameter"]
     for values, names in groups.items():
         lines += [" ".join(f"{value:8.4g}" for value in values) + f"  {', '.join(names)}"]
     return "\n".join(lines)

@@ -66,6 +66,16 @@ def test_peri_ln_has_its_depth_in_the_second_norm() -> None:
     assert factors_of("decoder.layers.0.rule.out_norms.1.weight", model) == Factors()
 
 
+def test_a_decoder_by_itself() -> None:
+    model = Model(width=64, heads=4, ffn=256, encoder={"layers": 0}, decoder={"block": "pre_ln", "layers": 6},
+                  tuned_at={**SMALL, "decoder_layers": 2})
+    built = Transformer(model, VOCAB, VOCAB, 1)
+    factors = {name: factors_of(name, model) for name, _ in built.named_parameters()}
+    assert factors["decoder.norm.weight"] == (0.5, 0.5, 0.5)
+    assert factors["decoder.layers.5.ffn.fc2.bias"] == pytest.approx((1 / 3, 1 / 3, 1 / 4))
+    assert [value for name, value in factors.items() if "embeddings" in name] == [(1, 0.5, 0.5)]
+
+
 def recipe_of(**settings: Any) -> Recipe:
     optimizer = {"name": "adamw", "lr": 0.01, "eps": 1e-4, "weight_decay": 0.1, "decay_norms_and_biases": True}
     return recipe_with(model=model_of(4, 2, **settings), optimizer=optimizer)

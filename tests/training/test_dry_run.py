@@ -89,6 +89,17 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
 
 
+def test_factors_of_settings_that_carry_over_are_listed(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    words = ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"]
+    assert "initial" not in describe(load_recipe(prepared / "recipe.yaml", words))
+    found = describe(load_recipe(prepared / "recipe.yaml", [*words, "model.tuned_at={encoder_layers: 1}"]))
+    assert "# initial     rate      eps    decay  factors, by parameter" in found
+    assert ("#     0.5      0.5        1        2  encoder.layers.*.self_attn.out.weight, "
+            "encoder.layers.*.self_attn.out.bias, encoder.layers.*.ffn.fc2.weight, encoder.layers.*.ffn.fc2.bias"
+            in found)
+
+
 def test_the_micro_batch_is_fitted_to_a_named_card(
         prepared: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     """As a command, of a recipe for eight GPUs; what it prints fits, and 256 tokens more do not."""

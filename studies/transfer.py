@@ -1,0 +1,133 @@
+"""Whether the best learning rate stays where it was when a model becomes deeper or wider, with `model.tuned_at` and
+without: the best of seven rates at each size, by the validation loss, with several seeds.
+
+A run is a line of JSON; the same command adds the missing ones.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import deepnmt
+from deepnmt.config import Recipe
+from deepnmt.errors import UserError
+from deepnmt.extras.doctor.coordinates import Size, at_size
+from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
+from deepnmt.progress import print_status
+from studies.runs import Record, json_lines
+
+RATES = 7  # each twice the one before; the recipe's is in the middle
+SMALL = Size(64, 4, 4)
+# by what they show; the first is the one that was tuned
+GROUPS: dict[str, list[Size]] = {
+    "depth": [SMALL, Size(64, 8, 8), Size(64, 16, 16), Size(64, 32, 32)],
+    "width": [SMALL, Size(128, 4, 4), Size(256, 4, 4)],
+    "one stack": [SMALL, Size(64, 32, 2), Size(64, 2, 32)],
+}
+
+
+def rates_of(recipe: Recipe) -> list[float]:
+    """The rates that are tried."""
+    return [recipe.optimizer.lr * 2.0**step for step in range(-(RATES // 2), RATES // 2 + 1)]
+
+
+def planned(recipe: Recipe, seeds: int) -> list[Record]:
+    """All runs, the small ones first; the smallest model is the same with and without the rule."""
+    sizes = dict.fromkeys(size for group in GROUPS.values() for size in group)
+    return [{"size": list(size), "carried": carried, "rate": rate, "seed": seed}
+            for seed in range(1, seeds + 1) for size in sizes for carried in (True, False) for rate in rates_of(recipe)
+            if carried or size != SMALL]
+
+
+def run_all(recipe: Recipe, records: Path, seeds: int, updates: int, seconds: float) -> str:
+    """Trains the missing runs until the time is over; returns what they say.
+
+    Args:
+        records: file of JSON lines, to which every run is added.
+
+    Raises:
+        UserError: the recipe's data are not prepared, or its block cannot carry a rate over.
+    """
+    at_size(recipe, SMALL, SMALL)
+    make_parent_folder(records, "--runs")
+    drop_partial_line(records)
+    done: list[Record] = [record for _, record in read_numbered_log(records)] if records.exists() else []
+    plan, started = planned(recipe, seeds), time.monotonic()
+    for run in (run | {"updates": updates} for run in plan):
+        if any(run.items() <= record.items() for record in done):
+            continue
+        if time.monotonic() - started > seconds:
+            break
+        done.append(run | train(recipe, run))
+        with records.open("a", encoding="utf-8") as file:
+            file.write(json_lines(done[-1:]))
+        print_status(f"{len(done)} of {len(plan)}: {done[-1]}")
+    return report([record for record in done if record["updates"] == updates])
+
+
+def train(recipe: Recipe, run: Record) -> Record:
+    """Trains one run; its validation loss, null if it diverged, and its CPU seconds."""
+    started, folder = time.process_time(), Path(tempfile.mkdtemp(prefix="transfer-"))
+    sized = at_size(recipe, Size(*run["size"]), SMALL if run["carried"] else None)
+    settings: dict[str, Any] = {
+        "run": str(folder / "run"), "seed": run["seed"], "optimizer.lr": run["rate"], "train.updates": run["updates"],
+        "train.validate_every": run["updates"], "train.save_every": run["updates"], "train.valid_bleu": False,
+        "train.log_every": max(1, run["updates"] // 4)}
+    try:
+        try:
+            deepnmt.train(sized, settings)
+        except UserError as fault:
+            if not (folder / "run/log.jsonl").exists():
+                raise
+            print_status(str(fault))
+        log = [record for _, record in read_numbered_log(folder / "run/log.jsonl") if record["type"] == "valid"]
+    finally:
+        shutil.rmtree(folder)
+    loss = float(log[-1]["loss"]) if log and log[-1]["update"] == run["updates"] else math.nan
+    return {"loss": loss if math.isfinite(loss) else None, "cpu_seconds": round(time.process_time() - started, 1)}
+
+
+def best_rate(records: Sequence[Record], size: Size, carried: bool) -> tuple[float, float, bool] | None:
+    """The rate with the lowest mean loss over the seeds, that loss, and whether a rate at the end of the range is best;
+    None without a rate that never diverged."""
+    carried = carried or size == SMALL
+    tried: dict[float, list[float | None]] = {}
+    for record in records:
+        if record["size"] == list(size) and record["carried"] == carried:
+            tried.setdefault(record["rate"], []).append(record["loss"])
+    means = {rate: fmean(loss for loss in losses if loss is not None)
+             for rate, losses in tried.items() if None not in losses}
+    if not means:
+        return None
+    best = min(means, key=lambda rate: means[rate])
+    return best, means[best], best in (min(tried), max(tried))
+
+
+def report(records: Sequence[Record]) -> str:
+    """A table in Markdown: the best rate at every size, by how many steps of 2 it moved, and its loss."""
+    hours = sum(record["cpu_seconds"] for record in records) / 3600
+    lines = [f"{len(records)} runs of {len({record['seed'] for record in records})} seeds; {hours:.2f} CPU hours", "",
+             "| over | width | layers | best rate, carried over | steps | loss | best rate without | steps | loss |",
+             "|---|---|---|---|---|---|---|---|---|"]
+    start = best_rate(records, SMALL, True)
+    for axis, sizes in GROUPS.items():
+        for size in sizes:
+            cells = []
+            for carried in (True, False):
+                found = best_rate(records, size, carried)
+                if found is None or start is None:
+                    cells += ["–", "–", "–"]
+                    continue
+                rate, loss, at_end = found
+                steps = round(math.log2(rate / start[0]))
+                cells += [f"{rate:.3g}{' (at the end)' if at_end else ''}", f"{steps:+d}", f"{loss:.3f}"]
+            lines.append(f"| {axis} | {size.width} | {size.encoder_layers}-{size.decoder_layers} | "
+                         f"{' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+"""The coordinate check: flat with `model.tuned_at`, not without, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from refusals import user_error
+from tiny_engines import VOCAB, micro_batch, recipe_with
+
+from deepnmt.config import Recipe
+from deepnmt.extras.doctor.commands import diagnose
+from deepnmt.extras.doctor.coordinates import FLAT, Size, at_size, measure, spread
+
+SIZES = {"width": [Size(32, 2, 2), Size(128, 2, 2)], "depth": [Size(32, 2, 2), Size(32, 16, 16)],
+         "encoder": [Size(32, 2, 2), Size(32, 16, 2)], "decoder": [Size(32, 2, 2), Size(32, 2, 16)]}
+
+
+def recipe(**optimizer: object) -> Recipe:
+    return recipe_with(model={"width": 32, "heads": 4, "ffn": 128, "encoder": {"block": "pre_ln"},
+                              "decoder": {"block": "pre_ln"}},
+                       optimizer={"lr": 4e-3, "eps": 1e-12, **optimizer}, train={"updates": 10, "clip": 0.0})
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[bool, dict[Size, tuple[dict[str, float], dict[str, float]]]]:
+    """Sizes and changes of quantities by size, carried over or not."""
+    batches = [micro_batch(number, 16, 12, 12, number) for number in range(10)]
+    sizes = list(dict.fromkeys(size for group in SIZES.values() for size in group))
+    return {carried: {size: measure(at_size(recipe(), size, sizes[0] if carried else None), (VOCAB, VOCAB), batches)
+                      for size in sizes} for carried in (True, False)}
+
+
+@pytest.mark.parametrize("axis", SIZES)
+def test_coordinates_are_flat_with_the_rule_and_not_without(axis: str, found: dict) -> None:
+    def largest(carried: bool) -> float:
+        two = [found[carried][size] for size in SIZES[axis]]
+        # at first the logits of random tables shrink as the width grows, with any rate that carries over
+        spreads = [spread([kind[name] for kind in kinds]) for kinds in zip(*two, strict=True) for name in kinds[0]
+                   if kinds[0] is two[0][1] or name != "logits"]
+        return max(spreads)
+
+    assert largest(carried=True) < FLAT
+    assert largest(carried=False) > 2 * FLAT
+
+
+def test_spread() -> None:
+    assert spread([2.0, 1.0, 3.0]) == 3.0
+    assert spread([1.0, 0.0]) == spread([1.0, math.nan]) == math.inf
+
+
+def test_the_command(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(prepared / "recipe.yaml"), "model.encoder.block=pre_ln", "model.decoder.block=pre_ln",
+             "--coordinates", "--widths", "16", "32", "--depths", "1", "2", "--updates", "2", "--output", str(tmp_path)]
+    diagnose(words)
+    said = capsys.readouterr().out
+    assert "decoder: cross-attention" in said and f"within {FLAT:g}:" in said
+    values = json.loads((tmp_path / "coordinates.json").read_text())["values"]
+    assert len(values["depth"]["plain"]["change"]["logits"]) == 2
+    assert (tmp_path / "coordinates.png").stat().st_size > 10_000
+    for more, sentence in [
+        (["--tokens", "9"], "--tokens has no effect with --coordinates; remove one of them"),
+        (["--widths", "16", "24"], "--widths has 24; all must be multiples of 8 and of the smallest"),
+        (["--depths", "0"], "--depths has 0, must be 1 or more"),
+        (["model.encoder.block=b2t"], "tuned_at is known for block: pre_ln or peri_ln, but encoder.block is b2t"),
+    ]:
+        with user_error(sentence):
+            diagnose([*words, *more])
+    with user_error("--seeds has no effect without --coordinates"):
+        diagnose([words[0], "--seeds", "2"])

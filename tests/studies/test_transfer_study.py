@@ -1,0 +1,37 @@
+"""The study of rates that carry over: a run of each kind, resumed, and a table of planted losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import studies.transfer as transfer
+from deepnmt.config import load_recipe
+from deepnmt.extras.doctor.coordinates import Size
+
+
+def test_runs_are_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SMALL", Size(16, 1, 1))
+    monkeypatch.setattr(transfer, "GROUPS", {"depth": [Size(16, 1, 1), Size(16, 2, 1)]})
+    monkeypatch.setattr(transfer, "RATES", 1)
+    blocks = ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"]
+    recipe, runs = load_recipe(prepared / "recipe.yaml", blocks), tmp_path / "runs.jsonl"
+    transfer.run_all(recipe, runs, 1, 2, 600)
+    first = runs.read_text(encoding="utf-8")
+    text = transfer.run_all(recipe, runs, 1, 2, 600)
+    assert runs.read_text(encoding="utf-8") == first and len(first.splitlines()) == 3
+    assert text.startswith("3 runs of 1 seeds") and "| depth | 16 | 2-1 | 0.0" in text
+
+
+def test_the_best_rate_is_that_of_the_lowest_mean_loss() -> None:
+    def run(rate: float, loss: float | None, width: int, carried: bool, seed: int) -> transfer.Record:
+        return {"size": [width, 4, 4], "carried": carried, "rate": rate, "seed": seed, "loss": loss, "cpu_seconds": 1.0}
+
+    losses = {(64, True): [3, 2, 4], (256, True): [3, 2.2, 2.1], (256, False): [1, 2, None]}
+    records = [run(rate, loss, width, carried, seed) for seed in (1, 2) for (width, carried), row in losses.items()
+               for rate, loss in zip((0.1, 0.2, 0.4), row, strict=True)]
+    text = transfer.report(records)
+    assert "| width | 64 | 4-4 | 0.2 | +0 | 2.000 | 0.2 | +0 | 2.000 |" in text
+    assert "| width | 256 | 4-4 | 0.4 (at the end) | +1 | 2.100 | 0.1 (at the end) | -1 | 1.000 |" in text
+    assert "| width | 128 | 4-4 | – | – | – | – | – | – |" in text
