@@ -95,10 +95,7 @@ class EncoderRecipe(Recipe):
                         f"{self.task}, whose first and last part share a table and more; set it to 0, and "
                         "parallel.ds_config to one of ZeRO 1 to 3")
         others = [name for name in self.train.visitors() if Train.is_marked(name, Fact.SEEN)]
-        for name in ("objective", "r_drop", "grow", *others):
-            if (value := getattr(self.train, name)) != Train.default(name):
-                yield Fault((f"train.{name}",), f"train.{name} ({value}) is not offered with task: {self.task}; "
-                            "remove it")
+        yield from self._not_offered("objective", "r_drop", "grow", *others)
         if self.batch.update_tokens is not None:
             yield Fault(("batch.update_tokens",), f"batch.update_tokens ({self.batch.update_tokens}) is not offered "
                         f"with task: {self.task}; set batch.accumulation instead")

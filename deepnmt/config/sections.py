@@ -1303,6 +1303,14 @@ class Recipe(Section):
         if by in self.metrics and not self.metrics[by].in_validation:
             yield Fault(("train.best_by", "metrics"), f"train.best_by: {by} needs metrics.{by}.in_validation: true")
 
+    def _not_offered(self, *names: str) -> Iterator[Fault]:
+        """Settings of train that a task lacks."""
+        for name in names:
+            value = getattr(self.train, name)
+            if value != Train.default(name):
+                yield Fault((f"train.{name}",), f"train.{name} ({value}) is not offered with task: {self.task}; "
+                            "remove it")
+
     def _faults_of_schedule(self) -> Iterator[Fault]:
         schedule, train = self.schedule, self.train
         if schedule.name in SCHEDULES and SCHEDULES[schedule.name].until_end and schedule.warmup >= train.updates:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import (
-    SRC_VOCAB,
-    TRG_VOCAB,
     Contents,
     TrainingState,
     first_difference,
@@ -36,7 +36,6 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.tasks.language_model.model import Loaded
 from deepnmt.tokens import EOS, PAD
 
-KINDS = ("gpt2", "llama")  # `model_type` in config.json
 _PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu"}  # our activations by theirs; gelu_new is another
 _EPS = 1e-5  # of our norms
 
@@ -87,9 +86,10 @@ def export_model(loaded: Loaded, folder: Path) -> str:
                    "mlp_bias": True, "attention_dropout": model.attention_dropout}
     weights = {name: weight.detach().float() for name, weight in loaded.model.named_parameters()}
     table = weights[f"embeddings.{model.tables['trg']}.weight"]
-    named = {"input": math.sqrt(shape.width) * table, "output": weights[f"embeddings.{model.tables['out']}.weight"],
-             "positions": POSITIONS[model.positions].table(model.max_length, shape.width)}
-    theirs = _theirs(kind, weights, named, model.decoder.layers)
+    output = weights[f"embeddings.{model.tables['out']}.weight"]
+    theirs = _theirs(kind, weights, math.sqrt(shape.width) * table, output, model.decoder.layers)
+    if kind == "gpt2":
+        theirs["transformer.wpe.weight"] = POSITIONS[model.positions].table(model.max_length, shape.width)
     with reporting(f"the exported model {folder}", "free disk space, or give another folder with --output"):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -99,39 +99,62 @@ def export_model(loaded: Loaded, folder: Path) -> str:
     return f"{folder}: {config['architectures'][0]}, {sum(weight.numel() for weight in theirs.values()):,} numbers"
 
 
-def _theirs(kind: str, ours: dict[str, Tensor], named: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The weights under the names of transformers; GPT-2 has its matrices transposed."""
-    theirs = {}
-    if kind == "gpt2":
-        theirs = {"transformer.wte.weight": named["input"], "transformer.wpe.weight": named["positions"],
-                  "lm_head.weight": named["output"]}
-        for theirs_name, ours_name in _GPT2.items():
-            for part in ("weight", "bias"):
-                for layer in range(layers):
-                    value = ours[f"decoder.layers.{layer}.{ours_name}.{part}"]
-                    theirs[f"transformer.h.{layer}.{theirs_name}.{part}"] = value.t() if value.ndim > 1 else value
-        for part in ("weight", "bias"):
-            theirs[f"transformer.ln_f.{part}"] = ours[f"decoder.norm.{part}"]
-        return theirs
-    theirs = {"model.embed_tokens.weight": named["input"], "lm_head.weight": named["output"],
-              "model.norm.weight": ours["decoder.norm.weight"]}
+@dataclass(frozen=True)
+class Names:
+    """What transformers calls the weights of a kind of model.
+
+    Attributes:
+        layers: the name of layer 7 without its number.
+        table: of the input.
+        norm: the last one.
+        parts: of a layer, by our names; several are one of ours, one after the other.
+        transposed: whether their matrices are.
+    """
+
+    layers: str
+    table: str
+    norm: str
+    parts: dict[str, tuple[str, ...]]
+    transposed: bool = False
+
+
+NAMES = {
+    "gpt2": Names("transformer.h", "transformer.wte.weight", "transformer.ln_f", {
+        "rule.norms.0": ("ln_1",), "self_attn.qkv": ("attn.c_attn",), "self_attn.out": ("attn.c_proj",),
+        "rule.norms.1": ("ln_2",), "ffn.fc1": ("mlp.c_fc",), "ffn.fc2": ("mlp.c_proj",)}, transposed=True),
+    "llama": Names("model.layers", "model.embed_tokens.weight", "model.norm", {
+        "rule.norms.0": ("input_layernorm",), "rule.norms.1": ("post_attention_layernorm",),
+        "self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attn.out": ("self_attn.o_proj",), "ffn.fc1": ("mlp.gate_proj", "mlp.up_proj"),
+        "ffn.fc2": ("mlp.down_proj",)}),
+}
+
+
+def _names_of_parts(kind: str, layers: int) -> Iterator[tuple[str, list[str]]]:
+    """Our name of each part but the tables, such as a matrix and its bias, and their names of it."""
+    names = NAMES[kind]
     for layer in range(layers):
-        here, there = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        for number, norm in enumerate(_LLAMA_NORMS):
-            theirs[f"{there}.{norm}.weight"] = ours[f"{here}.rule.norms.{number}.weight"]
-        for ours_name, their_names in _LLAMA.items():
-            for part in ("weight", "bias"):
-                values = ours[f"{here}.{ours_name}.{part}"].chunk(len(their_names))
-                theirs |= {f"{there}.{name}.{part}": value for name, value in zip(their_names, values, strict=True)}
+        for ours, theirs in names.parts.items():
+            yield f"decoder.layers.{layer}.{ours}", [f"{names.layers}.{layer}.{name}" for name in theirs]
+    yield "decoder.norm", [names.norm]
+
+
+def _has_bias(kind: str, part: str) -> bool:
+    """Whether a part has one: all but RMSNorm."""
+    return kind != "llama" or "norm" not in part
+
+
+def _theirs(kind: str, ours: dict[str, Tensor], table: Tensor, output: Tensor, layers: int) -> dict[str, Tensor]:
+    """The weights under the names of transformers."""
+    theirs = {NAMES[kind].table: table, "lm_head.weight": output}
+    for part, names in _names_of_parts(kind, layers):
+        for suffix in ("weight", "bias") if _has_bias(kind, part) else ("weight",):
+            value = ours[f"{part}.{suffix}"]
+            if NAMES[kind].transposed and value.ndim > 1:
+                value = value.t()
+            for name, piece in zip(names, value.chunk(len(names)), strict=True):
+                theirs[f"{name}.{suffix}"] = piece
     return theirs
-
-
-_GPT2 = {"ln_1": "rule.norms.0", "attn.c_attn": "self_attn.qkv", "attn.c_proj": "self_attn.out",
-         "ln_2": "rule.norms.1", "mlp.c_fc": "ffn.fc1", "mlp.c_proj": "ffn.fc2"}
-_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-_LLAMA = {"self_attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-          "self_attn.out": ("self_attn.o_proj",), "ffn.fc1": ("mlp.gate_proj", "mlp.up_proj"),
-          "ffn.fc2": ("mlp.down_proj",)}
 
 
 # -- importing ---------------------------------------------------------------------------------------------------------
@@ -181,8 +204,7 @@ def import_model(folder: Path, run: Path) -> str:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
     fill(Transformer(recipe.model, vocab.size, vocab.size, recipe.seed), ours.__getitem__)  # finds what is no number
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
-    files = dict.fromkeys((SRC_VOCAB, TRG_VOCAB), vocab.bytes)
-    write_checkpoint(run / "averaged", Contents(ours, None, state, dump_recipe(recipe), files))
+    write_checkpoint(run / "averaged", Contents(ours, None, state, dump_recipe(recipe), vocab.files))
     write_text(run / "recipe.yaml", dump_recipe(recipe))
     return f"{run}: {recipe.model.depths}, width {recipe.model.width}, {vocab.size:,} pieces, from {kind}"
 
@@ -227,31 +249,16 @@ def _positions(theirs: Tensor, folder: Path) -> str:
 
 def _ours(kind: str, theirs: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
     """The weights under deepnmt's names; a bias that is missing is 0."""
-    def taken(name: str, part: str) -> Tensor:
-        if part == "bias" and f"{name}.bias" not in theirs:
-            return theirs[f"{name}.weight"].new_zeros(len(theirs[f"{name}.weight"]))
-        return theirs[f"{name}.{part}"]
-
-    gpt2 = kind == "gpt2"
-    table = theirs["transformer.wte.weight" if gpt2 else "model.embed_tokens.weight"]
+    table = theirs[NAMES[kind].table]
     ours = {"embeddings.trg.weight": table / math.sqrt(table.size(1)),
             "embeddings.out.weight": theirs.get("lm_head.weight", table).clone()}
-    for layer in range(layers):
-        here = f"decoder.layers.{layer}"
-        if gpt2:
-            for theirs_name, ours_name in _GPT2.items():
-                for part in ("weight", "bias"):
-                    value = theirs[f"transformer.h.{layer}.{theirs_name}.{part}"]
-                    ours[f"{here}.{ours_name}.{part}"] = (value.t() if value.ndim > 1 else value).contiguous()
-            continue
-        there = f"model.layers.{layer}"
-        for number, norm in enumerate(_LLAMA_NORMS):
-            ours[f"{here}.rule.norms.{number}.weight"] = theirs[f"{there}.{norm}.weight"]
-        for ours_name, their_names in _LLAMA.items():
-            for part in ("weight", "bias"):
-                ours[f"{here}.{ours_name}.{part}"] = torch.cat([taken(f"{there}.{name}", part) for name in their_names])
-    if gpt2:
-        ours |= {f"decoder.norm.{part}": theirs[f"transformer.ln_f.{part}"] for part in ("weight", "bias")}
-    else:
-        ours["decoder.norm.weight"] = theirs["model.norm.weight"]
+    for part, names in _names_of_parts(kind, layers):
+        weights = [theirs[f"{name}.weight"] for name in names]
+        if NAMES[kind].transposed and weights[0].ndim > 1:
+            weights = [weight.t() for weight in weights]
+        ours[f"{part}.weight"] = torch.cat(weights)
+        if _has_bias(kind, part):
+            biases = [theirs.get(f"{name}.bias", weight.new_zeros(len(weight)))
+                      for name, weight in zip(names, weights, strict=True)]
+            ours[f"{part}.bias"] = torch.cat(biases)
     return ours

@@ -19,14 +19,12 @@ from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     SRC_VOCAB,
     Which,
-    find_checkpoint,
     load_state,
     model_in,
+    open_model,
     shapes_differ,
-    verify_model,
 )
-from deepnmt.config import Recipe, load_recipe
-from deepnmt.config.plugins import require_same
+from deepnmt.config import Recipe
 from deepnmt.data.arrays import Indices
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.search import make_sampler
@@ -55,13 +53,7 @@ def load(folder: Path, device: torch.device, which: Which = "auto") -> Loaded:
     Raises:
         UserError: there is none, it is damaged, or it is of another task.
     """
-    checkpoint = find_checkpoint(folder, which)
-    verify_model(checkpoint)
-    recipe = load_recipe(checkpoint / RECIPE)
-    require_same(recipe.plugins, checkpoint)
-    if recipe.task != "language_model":
-        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of language_model; give "
-                        "another checkpoint")
+    checkpoint, recipe = open_model(folder, which, "language_model")
     vocab = Vocabulary.load(checkpoint / SRC_VOCAB)
     if difference := shapes_differ(recipe.model, vocab.size, vocab.size, model_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: {difference}; give a checkpoint as "

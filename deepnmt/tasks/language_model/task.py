@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepnmt.checkpoint.checkpoint import SRC_VOCAB, TRG_VOCAB
 from deepnmt.config import Recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
@@ -19,7 +18,7 @@ from deepnmt.tasks.language_model.text import BlockStream, PreparedText, blocks_
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins, trained_weights
 from deepnmt.training.plan import check_memory, micro_batches, plan_of
 from deepnmt.training.profile import first_of, profile_on, save_profile
-from deepnmt.training.task import Task, Validation
+from deepnmt.training.task import Task, Validation, perplexity
 from deepnmt.training.validation import sum_losses
 
 
@@ -50,7 +49,7 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedText, ranks: Ranks, ini
 
 def figures(nll: float, counts: Mapping[str, int]) -> dict[str, float]:
     """Of a text whose tokens have this sum of plain losses, in nats: the perplexity a word, and bits a byte."""
-    return {"word_perplexity": math.exp(min(nll / counts["words"], 50.0)),
+    return {"word_perplexity": perplexity(nll, counts["words"]),
             "bits_per_byte": nll / math.log(2) / counts["bytes"]}
 
 
@@ -60,8 +59,7 @@ def validate(recipe: Recipe, data: PreparedText, engine: Engine, ranks: Ranks) -
     plan = plan_eval(blocks.src_lengths, blocks.trg_lengths, recipe.batch.tokens)
     shares = sum_losses(plan, lambda rows, device: blocks.batch(rows, 0, device), engine, ranks)
     loss, nll, tokens = ranks.sum(shares)
-    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), loss / tokens,
-                      figures(nll, data.counts("valid")))
+    return Validation.of_sums([loss, nll, tokens], figures(nll, data.counts("valid")))
 
 
 def _plan(recipe: Recipe, card: str | None) -> str:
@@ -86,5 +84,4 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 TASK = Task(
     check=check_parts, open=open_text, verify=PreparedText.verify, stream=_stream, start=_start, validate=validate,
-    files=lambda data: dict.fromkeys((SRC_VOCAB, TRG_VOCAB), data.vocab.bytes),
-    prepare=prepare_text, plan=_plan, describe=_describe)
+    files=lambda data: data.vocab.files, prepare=prepare_text, plan=_plan, describe=_describe)

@@ -133,9 +133,7 @@ class SpeechRecipe(Recipe):
             yield Fault(("parallel.pipeline_stages",), f"parallel.pipeline_stages ({stages}) is not offered with task: "
                         "speech, whose first stage would have to send frames; set it to 0, and parallel.ds_config to "
                         "one of ZeRO 1 to 3")
-        for name in ("guided_alignment", "grow", "init_from"):
-            if (value := getattr(self.train, name)) != Train.default(name):
-                yield Fault((f"train.{name}",), f"train.{name} ({value}) is not offered with task: speech; remove it")
+        yield from self._not_offered("guided_alignment", "grow", "init_from")
         if self.translate.backend != "torch":
             yield Fault(("translate.backend",), f"translate.backend ({self.translate.backend}) translates text alone; "
                         "set it to torch")

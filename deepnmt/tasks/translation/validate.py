@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -79,12 +78,14 @@ def _means(parts: Iterable[Figures]) -> dict[str, float | str]:
 
 def _validation(recipe: Recipe, sums: Sequence[float], figures: Figures) -> Validation:
     """From the sums (loss, nll, target tokens) and the other figures."""
-    loss, nll, tokens = map(float, sums)
-    value, by = loss / tokens, recipe.train.best_by
-    if by != "loss":
-        lower = by in recipe.metrics and recipe.metrics[by].lower_is_better
-        value = float(figures[by]) * (1 if lower else -1) if by in figures else WORST
-    return Validation(loss / tokens, math.exp(min(nll / tokens, 50.0)), value, figures)
+    by = recipe.train.best_by
+    if by == "loss":
+        return Validation.of_sums(sums, figures)
+    if by not in figures:
+        return Validation.of_sums(sums, figures, WORST)
+    lower_is_better = by in recipe.metrics and recipe.metrics[by].lower_is_better
+    value = float(figures[by])
+    return Validation.of_sums(sums, figures, value if lower_is_better else -value)
 
 
 def losses_of(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:
