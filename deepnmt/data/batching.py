@@ -96,7 +96,8 @@ def plan_epoch(src_lengths: Lengths, trg_lengths: Lengths, tokens: int, seed: in
     """
     longer = np.maximum(src_lengths, trg_lengths)
     check_longest(longer, tokens)
-    seeds = [(seed, epoch, purpose, *((window, 5) if window else ())) for purpose in range(3)]
+    of_window = (window, 5) if window else ()
+    seeds = [(seed, epoch, purpose, *of_window) for purpose in range(3)]
     shuffled = random_order(len(longer), *seeds[0])
     by_target = shuffled[np.argsort(trg_lengths[shuffled], kind="stable")]
     positions = np.cumsum(longer[by_target], dtype=np.int64)
@@ -401,11 +402,14 @@ class Stream:
         key = (position.epoch << 32) + position.index
         if not plan.updates:
             return sentences, [(key, plan[index])]
-        shares, each = share_out(plan.update(index), sentences.src_lengths, sentences.trg_lengths, self._tokens, world)
+        shares, count = share_out(plan.update(index), sentences.src_lengths, sentences.trg_lengths, self._tokens, world)
         self._shared_waste = _with_unused(shares.waste, sentences)
         none = shares.order[:0]
-        return sentences, [((key << 16) + number, shares[number] if number < len(shares) else none)
-                           for number in range(each * world)]
+        entry: list[tuple[int, Indices]] = []
+        for number in range(count * world):
+            rows = shares[number] if number < len(shares) else none
+            entry.append(((key << 16) + number, rows))
+        return sentences, entry
 
     def _place(self, epoch: int, index: int) -> tuple[int, int]:
         """The window of a micro-batch, and its number there."""

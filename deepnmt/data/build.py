@@ -54,8 +54,9 @@ def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], co
         The codes after the filters of lengths, and counts for a manifest.
     """
     stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
-    writers = [[SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)]
-               for stem in stems]
+    writers: list[list[SideWriter]] = []
+    for stem in stems:
+        writers.append([SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)])
     kept = np.flatnonzero(codes == KEPT)
     encoded: list[Codes] = [np.zeros(0, dtype=np.uint8)]
     done = 0
@@ -83,8 +84,12 @@ def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], co
 
 def scored_sentences(texts: Mapping[str, Corpus]) -> frozenset[str]:
     """All sentences of the validation and test texts, of both sides."""
-    return frozenset(sentence for name, text in texts.items() if name != TRAIN
-                     for pair in read_pairs(text, tags=False) for sentence in pair if sentence)
+    sentences: set[str] = set()
+    for name, text in texts.items():
+        if name != TRAIN:
+            for pair in read_pairs(text, tags=False):
+                sentences.update(pair)
+    return frozenset(sentences - {""})
 
 
 def say_what_is_learned(vocab: Vocab, count: int, lines: int) -> None:

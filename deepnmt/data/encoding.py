@@ -89,18 +89,18 @@ class Encoder:
         if filters:
             src, trg = (_pack(side).lengths for side in plain)
             codes = filter_by_length(src, trg, filters)
-        chosen = np.flatnonzero(codes == KEPT).tolist()
-        texts = [[side[i] for i in chosen] for side in texts]
-        plain = [[side[i] for i in chosen] for side in plain]
+        chosen = (codes == KEPT).tolist()
+        texts = [list(itertools.compress(side, chosen)) for side in texts]
+        plain = [list(itertools.compress(side, chosen)) for side in plain]
         sides = [[_pack(side) for side in plain]]
         for variant in range(self._job.variants):
             sides.append([])
             for side, sampler in enumerate(self._samplers):
                 seed = int(np.random.SeedSequence([SEED, number, variant, side]).generate_state(1)[0])
                 sampled = sampler.sample_batch(texts[side], seed)
-                if filters:
-                    sampled = [some if len(some) <= filters.max_tokens else best
-                               for some, best in zip(sampled, plain[side])]
+                for row, pieces in enumerate(sampled):
+                    if filters and len(pieces) > filters.max_tokens:
+                        sampled[row] = plain[side][row]
                 sides[-1].append(_pack(sampled))
         return Chunk(sides, codes)
 

@@ -126,8 +126,12 @@ class _Characters(dict[int, str]):
 def _marks_of(script: str) -> _Characters:
     """1 for letters of a script, which is the first word of their names in Unicode, such as LATIN, CYRILLIC or CJK; 0
     for others; nothing for what is no letter."""
-    return _Characters(lambda character: "" if not character.isalpha() else
-                       "1" if unicodedata.name(character, "").partition(" ")[0] == script.upper() else "0")
+    def mark(character: str) -> str:
+        if not character.isalpha():
+            return ""
+        return "1" if unicodedata.name(character, "").partition(" ")[0] == script.upper() else "0"
+
+    return _Characters(mark)
 
 
 def _share_of_script(text: str, script: str) -> float:
@@ -241,24 +245,25 @@ def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
                 if getattr(clean, name) != clean.default(name)]
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, CHUNK)):
-        found = [_code_of_pair(src, trg, rules) for src, trg, _ in chunk]
-        overlap += found.count(code_of("overlap"))
-        if not rules.filters.drop_overlap:
-            found = [KEPT if code == code_of("overlap") else code for code in found]
-        kept = [row for row, code in enumerate(found) if code == KEPT]
-        for row in kept if cleaning else ():
-            found[row] = next((code for code, leaves_out in cleaning if leaves_out(*chunk[row], clean)), KEPT)
-        kept = [row for row in kept if found[row] == KEPT]
-        if clean.language_id is not None and kept:
-            foreign = _of_other_languages([chunk[row][:2] for row in kept], rules)
-            for row in itertools.compress(kept, foreign):
-                found[row] = code_of(LANGUAGE)
-        for (src, trg, _), code in zip(chunk, found):
+        chunk_codes = [_code_of_pair(src, trg, rules) for src, trg, _ in chunk]
+        overlap += chunk_codes.count(code_of("overlap"))
+        for row, (pair, code) in enumerate(zip(chunk, chunk_codes)):
+            if code == code_of("overlap") and not rules.filters.drop_overlap:
+                code = KEPT
+            if code == KEPT:
+                code = next((number for number, leaves_out in cleaning if leaves_out(*pair, clean)), KEPT)
+            chunk_codes[row] = code
+        rest = [row for row, code in enumerate(chunk_codes) if code == KEPT]
+        if clean.language_id is not None and rest:
+            foreign = _of_other_languages([chunk[row][:2] for row in rest], rules)
+            for row in itertools.compress(rest, foreign):
+                chunk_codes[row] = code_of(LANGUAGE)
+        for (src, trg, _), code in zip(chunk, chunk_codes):
             if code == KEPT:
                 hashes.append(_hash(src, trg))
                 if rules.near:
                     near.append(_hash(fold(src), fold(trg)))
-        codes += bytes(found)
+        codes += bytes(chunk_codes)
     return Filtered(np.frombuffer(codes, dtype=np.uint8).copy(), np.array(hashes, dtype=np.uint64),
                     np.array(near, dtype=np.uint64), overlap)
 

@@ -54,7 +54,9 @@ class Mixture:
         """That of a recipe; `corpora`: their sizes in the prepared data."""
         text, stages = recipe.data.train, recipe.data.stages
         weights = [text.corpora[name].weight if name in text.corpora else 1.0 for name in corpora]
-        mixes = [[stage.mix.get(name, 0.0) for name in corpora] for stage in stages]
+        mixes: list[list[float]] = []
+        for stage in stages:
+            mixes.append([stage.mix.get(name, 0.0) for name in corpora])
         return cls(list(corpora.values()), weights, text.temperature, mixes, [stage.until.epochs for stage in stages])
 
     def firsts(self) -> list[int]:

@@ -268,9 +268,10 @@ def encode_unit(work: Work, unit: Unit) -> None:
     data, corpus = work.recipe.data, work.corpus(unit)
     codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
     text = (work.read(unit) / "digest").read_text(encoding="utf-8")
-    key = folders.hash_of([text, hashlib.sha256(codes.tobytes()).hexdigest(), corpus.tag, joined["encoding"],
-                           {column: _hash_of(unit, column) for column in annotations_of(data.train)},
-                           unit.number if data.subword_variants else 0])
+    hash_of_codes = hashlib.sha256(codes.tobytes()).hexdigest()
+    annotations = {column: _hash_of(unit, column) for column in annotations_of(data.train)}
+    number = unit.number if data.subword_variants else 0
+    key = folders.hash_of([text, hash_of_codes, corpus.tag, joined["encoding"], annotations, number])
     target = work.shard(unit)
     with folders.new_folder(target, KIND) as temporary:
         if (found := joined["reusable"].get(key)) and Path(found).is_dir():
@@ -350,13 +351,14 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
     Raises `UserError`.
     """
     file = folder / "index.json"
-    asked = {"settings": prepared_settings(recipe), "reuse": recipe.data.reuse,
-             "files": {name: [[path.name, path.stat().st_size] for path in input_files(text)]
-                       for name, text in corpora(recipe).items()}}
+    sizes: dict[str, list[list[Any]]] = {}
+    for name, text in corpora(recipe).items():
+        sizes[name] = [[path.name, path.stat().st_size] for path in input_files(text)]
+    asked = {"settings": prepared_settings(recipe), "reuse": recipe.data.reuse, "files": sizes}
     with _alone(folder):
         if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            if found["asked"] != json.loads(json.dumps(asked)):
+            index = json.loads(file.read_text(encoding="utf-8"))
+            if index["asked"] != json.loads(json.dumps(asked)):
                 raise UserError(f"{folder} holds what was prepared of other texts or with other settings; delete it, "
                                 "or prepare with those it was begun with")
         else:
@@ -366,13 +368,16 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
             with _show_bytes(input_files(recipe.data.train)) as progress:
                 for name, corpus in corpora_of(recipe.data.train).items():
                     units += _units(name, corpus, recipe.data.shard_pairs, scans, len(units), progress)
-            inputs = {name: [_input(path, scans) for path in input_files(text)]
-                      for name, text in corpora(recipe).items()}
-            found = {"asked": asked, "units": units, "inputs": inputs}
-            write_json(file, found)
-    return [Unit(corpus, number, place, lines,
-                 {column: [Span(*span) for span in spans] for column, spans in columns.items()})
-            for corpus, number, place, lines, columns in found["units"]]
+            inputs: dict[str, list[dict[str, Any]]] = {}
+            for name, text in corpora(recipe).items():
+                inputs[name] = [_input(path, scans) for path in input_files(text)]
+            index = {"asked": asked, "units": units, "inputs": inputs}
+            write_json(file, index)
+    units = []
+    for corpus, number, place, lines, columns in index["units"]:
+        spans_by_column = {column: [Span(*span) for span in spans] for column, spans in columns.items()}
+        units.append(Unit(corpus, number, place, lines, spans_by_column))
+    return units
 
 
 def _show_bytes(files: Sequence[Path]) -> AbstractContextManager[Progress]:
@@ -422,7 +427,8 @@ def join(work: Work, units: Sequence[Unit]) -> None:
             work.array(unit, "codes").tofile(made / work.codes_file(unit).name)
         if data.filters.drop_duplicates:
             _leave_out_duplicates(work, units, made, "", code_of("duplicate"), {unit.corpus for unit in units})
-        if near := {unit.corpus for unit in units if cleaning_of(work.corpus(unit)).drop_near_duplicates}:
+        near = {unit.corpus for unit in units if cleaning_of(work.corpus(unit)).drop_near_duplicates}
+        if near:
             _leave_out_duplicates(work, units, made, "near_", code_of(NEAR), near)
         _require_kept(work, units, made)
         earlier = [PreparedData.open(folder) for folder in data.reuse]
@@ -442,11 +448,13 @@ def join(work: Work, units: Sequence[Unit]) -> None:
             vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
         sizes, job = (vocabs["src"]["size"], vocabs["trg"]["size"]), EncodingJob(models[0], models[-1])
         splits = {name: _encode_small(made, name, text, codes[name], job, sizes) for name, text in texts.items()}
-        reusable = {entry["key"]: str(old.folder.absolute() / shard_name(corpus, number)) for old in reversed(earlier)
-                    for corpus, entries in old.manifest.get("shards", {}).items()
-                    for number, entry in enumerate(entries)}
-        encoding = [vocabs, data.filters.model_dump(), data.subword_variants,
-                    [vocab.kind, data.subword_alpha] if data.subword_variants else []]
+        reusable: dict[str, str] = {}
+        for old in reversed(earlier):
+            for corpus, entries in old.manifest.get("shards", {}).items():
+                for number, entry in enumerate(entries):
+                    reusable[entry["key"]] = str(old.folder.absolute() / shard_name(corpus, number))
+        sampling = [vocab.kind, data.subword_alpha] if data.subword_variants else []
+        encoding = [vocabs, data.filters.model_dump(), data.subword_variants, sampling]
         folders.entries_of(made, work.folder / "joined", KIND)
         shutil.rmtree(work.folder / "joined", ignore_errors=True)  # of a process that was killed after the next line
         made.rename(work.folder / "joined")
@@ -476,12 +484,14 @@ def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path, kind: s
     starts = [0] * len(units)
     with show_pairs(f"{TRAIN}: {kind and 'near-'}duplicates", total) as progress:
         for bucket in range(1, buckets + 1):
-            ends = [len(hashes) if bucket == buckets else int(np.searchsorted(hashes, np.uint64(2**64 * bucket //
-                    buckets))) for hashes, _ in arrays]
-            found = np.concatenate([hashes[start:end] for (hashes, _), start, end in zip(arrays, starts, ends)])
-            order = np.argsort(found, kind="stable")
-            repeated = np.zeros(len(found), dtype=bool)
-            repeated[order[1:]] = found[order[1:]] == found[order[:-1]]
+            ends = [len(hashes) for hashes, _ in arrays]
+            if bucket < buckets:
+                limit = np.uint64(2**64 * bucket // buckets)
+                ends = [int(np.searchsorted(hashes, limit)) for hashes, _ in arrays]
+            together = np.concatenate([hashes[start:end] for (hashes, _), start, end in zip(arrays, starts, ends)])
+            order = np.argsort(together, kind="stable")
+            repeated = np.zeros(len(together), dtype=bool)
+            repeated[order[1:]] = together[order[1:]] == together[order[:-1]]
             begin = 0
             for unit, (_, rows), start, end in zip(units, arrays, starts, ends, strict=True):
                 again = rows[start:end][repeated[begin:begin + end - start]]
@@ -504,7 +514,8 @@ def _require_kept(work: Work, units: Sequence[Unit], made: Path) -> None:
 
 
 def _require_corpora(kept: Mapping[str, object]) -> None:
-    if empty := [corpus or "the corpus" for corpus, pairs in kept.items() if not pairs]:
+    empty = [corpus or "the corpus" for corpus, pairs in kept.items() if not pairs]
+    if empty:
         raise no_pairs_left(empty, TRAIN)
 
 
@@ -537,9 +548,12 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], made: Path, tags: Seque
     def text(*sides: int) -> Iterator[str]:
         for unit, taken in zip(units, chosen, strict=True):
             files = [work.read(unit) / f"sample.{side}.txt" for side in ("src", "trg")]
-            pairs = zip(*(read_lines(file) for file in files), strict=True) if len(taken) else ()
+            if not len(taken):
+                continue
+            pairs = zip(*map(read_lines, files), strict=True)
             for pair in itertools.compress(pairs, taken.tolist()):
-                yield from (pair[side] for side in sides)
+                for side in sides:
+                    yield pair[side]
 
     if vocab.shared:
         return [train_vocabulary(text(0, 1), vocab, tags)]
@@ -560,11 +574,13 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
             key=manifest["key"], content=content_of(manifest)).model_dump())
     sizes = {corpus: sum(entry["pairs"] for entry in entries) for corpus, entries in shards.items()}
     _require_corpora(sizes)
-    train = {**({} if "" in sizes else {"corpora": sizes}), **_sum(counts), "variants": counts[0]["variants"]}
+    train = {**_sum(counts), "variants": counts[0]["variants"]}
     if "" not in sizes:
-        train["by_corpus"] = {
-            corpus: _sum([{name: count[name] for name in ("read", "pairs", "left_out", "overlap")}
-                          for unit, count in zip(units, counts) if unit.corpus == corpus]) for corpus in sizes}
+        parts: dict[str, list[dict[str, Any]]] = {corpus: [] for corpus in sizes}
+        for unit, count in zip(units, counts, strict=True):
+            parts[unit.corpus].append({name: count[name] for name in ("read", "pairs", "left_out", "overlap")})
+        by_corpus = {corpus: _sum(some) for corpus, some in parts.items()}
+        train = {"corpora": sizes, **train, "by_corpus": by_corpus}
     with folders.new_folder(target, KIND) as made:
         with folders.reporting(target, KIND):
             _link(work.folder / "joined", made, leave=".codes")
@@ -579,7 +595,10 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
 def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sums of counts, those in groups each; what some lack is 0 there."""
     total: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in counts for name in one):
-        values = [one[name] for one in counts if name in one]
-        total[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
+    for one in counts:
+        for name in one:
+            if name in total:
+                continue
+            values = [other[name] for other in counts if name in other]
+            total[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
     return total

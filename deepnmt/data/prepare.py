@@ -213,8 +213,8 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
         if not on_this_machine(corpus):
             print_status(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
-        then, now = ([(f["bytes"], f["sha256"]) for f in files]
-                     for files in (data.manifest["inputs"][name], _fingerprints(corpus)))
+        then = [(file["bytes"], file["sha256"]) for file in data.manifest["inputs"][name]]
+        now = [(file["bytes"], file["sha256"]) for file in _fingerprints(corpus)]
         if then != now:
             raise changed_texts_error(data, name)
     check_settings(recipe, data)
@@ -292,10 +292,12 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
     job = EncodingJob(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
-    encoded = {name: _encode(folder, name, texts[name], text_codes, ends[name], sampled if name == "train" else job,
-                             (vocabs["src"]["size"], vocabs["trg"]["size"]),
-                             data.workers or len(os.sched_getaffinity(0)))
-               for name, text_codes in codes.items()}
+    sizes = (vocabs["src"]["size"], vocabs["trg"]["size"])
+    workers = data.workers or len(os.sched_getaffinity(0))
+    encoded = {}
+    for name, text_codes in codes.items():
+        of_text = sampled if name == "train" else job
+        encoded[name] = _encode(folder, name, texts[name], text_codes, ends[name], of_text, sizes, workers)
     splits = {name: counts for name, (counts, _) in encoded.items()}
     splits["train"]["overlap"] = sum(overlaps)
     if by_corpus := _count_by_corpus(encoded["train"][1], ends["train"], overlaps):

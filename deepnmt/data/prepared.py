@@ -114,8 +114,9 @@ class PreparedData:
                                         f"to {SHARDED}", KIND)
         of_version_1 = manifest["version"] == 1
         manifest = _from_version_1(folder, manifest) if of_version_1 else folders.read_manifest(folder, KIND)
-        if missing := [key for key in ("settings", "inputs", "vocab", "splits", "files")
-                       if not isinstance(manifest.get(key), dict)]:
+        sections = ("settings", "inputs", "vocab", "splits", "files")
+        missing = [key for key in sections if not isinstance(manifest.get(key), dict)]
+        if missing:
             raise DamagedFolder(folder, f"{MANIFEST} lacks {', '.join(missing)}", KIND)
         try:
             _Manifest.model_validate(manifest)
@@ -160,9 +161,10 @@ class PreparedData:
         read = {name: entry["sha256"] for name, entry in self.manifest["files"].items()
                 if name.endswith(".spm") or name.startswith(("train.", "valid."))}
         sizes = {name: list(self.corpora(name).values()) for name in self.splits if name in ("train", "valid")}
-        shards = [[[entry["content"] for entry in entries] for entries in self.manifest["shards"].values()]
-                  ] if "shards" in self.manifest else []
-        return folders.hash_of([read, sizes, *shards])
+        if "shards" not in self.manifest:
+            return folders.hash_of([read, sizes])
+        shards = [[entry["content"] for entry in entries] for entries in self.manifest["shards"].values()]
+        return folders.hash_of([read, sizes, shards])
 
     @property
     def splits(self) -> list[str]:
@@ -187,8 +189,9 @@ class PreparedData:
         """The training text, if it is in shards."""
         if "shards" not in self.manifest:
             return None
-        shards = {corpus: [Entry.model_validate(entry) for entry in entries]
-                  for corpus, entries in self.manifest["shards"].items()}
+        shards: dict[str, list[Entry]] = {}
+        for corpus, entries in self.manifest["shards"].items():
+            shards[corpus] = [Entry.model_validate(entry) for entry in entries]
         sizes = {side: vocab["size"] for side, vocab in self.manifest["vocab"].items()}
         return ShardedText(self.folder, shards, self.manifest["splits"][TRAIN]["variants"], sizes)
 
@@ -221,8 +224,11 @@ def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
     old = {key: manifest[key] for key in ("format", "settings", "inputs", "vocab", "splits")}
     old["settings"] = {key: value for key, value in old["settings"].items()
                        if key != "data.filters.drop_overlap" or value}
-    old["splits"] = {name: {key: value for key, value in split.items() if key not in ("overlap", "by_corpus")}
-                     for name, split in old["splits"].items()}
+    splits = {name: dict(split) for name, split in old["splits"].items()}
+    for split in splits.values():
+        split.pop("overlap", None)
+        split.pop("by_corpus", None)
+    old["splits"] = splits
     old |= {"version": 1, "files": {name: {"bytes": entry["size"], "sha256": entry["sha256"]}
                                     for name, entry in manifest["files"].items()}}
     older = {key: value for key, value in old["settings"].items() if key != "vocab.tags" or value}
@@ -283,14 +289,18 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
     defaults = _decisive({"data": {"filters": Filters().model_dump()}, "vocab": Vocab().model_dump()})
     then = defaults | data.manifest["settings"]
     now = prepared_settings(recipe)
-    given, hashes = recipe.vocab.model, [data.manifest["vocab"].get(side, {}).get("sha256") for side in ("src", "trg")]
-    if bool(given) != bool(then.get("vocab.model")):
-        raise UserError(f"prepared data {data.folder} was made with a vocabulary "
-                        + (f"of its own, but vocab.model is {given}" if given else
-                           "that vocab.model named, but the recipe has none") + f"; {REMEDY}")
-    if given and (files := vocabulary_files(Path(given))) and [sha256(file) for file in files] != hashes:
-        raise UserError(f"prepared data {data.folder} has another vocabulary than {given}, which vocab.model names; "
-                        f"{REMEDY}")
+    model = recipe.vocab.model
+    if bool(model) != bool(then.get("vocab.model")):
+        difference = "that vocab.model named, but the recipe has none"
+        if model:
+            difference = f"of its own, but vocab.model is {model}"
+        raise UserError(f"prepared data {data.folder} was made with a vocabulary {difference}; {REMEDY}")
+    files = vocabulary_files(Path(model)) if model else None
+    if files is not None:
+        hashes = [data.manifest["vocab"].get(side, {}).get("sha256") for side in ("src", "trg")]
+        if [sha256(file) for file in files] != hashes:
+            raise UserError(f"prepared data {data.folder} has another vocabulary than {model}, which vocab.model "
+                            f"names; {REMEDY}")
     cleaned = [key for key in then if key.endswith(".cleaning")]
     for key in cleaned:
         then[key] = {name: value for name, value in then[key].items()
@@ -390,8 +400,10 @@ def trained_on(recipe: Recipe, inputs: Mapping[str, Sequence[Mapping[str, Any]]]
         inputs: of prepared data, whose files are compared by their contents; without, the recipe's are by their paths.
     """
     if inputs is None:
-        inputs = {name: [{"name": str(file), "sha256": os.path.realpath(file)} for file in named_files(text)]
-                  for name, text in corpora(recipe).items()}
+        paths: dict[str, list[dict[str, str]]] = {}
+        for name, text in corpora(recipe).items():
+            paths[name] = [{"name": str(file), "sha256": os.path.realpath(file)} for file in named_files(text)]
+        inputs = paths
     trained = {file.get("sha256") for file in inputs.get("train", ())}
     sentences = []
     for name, files in inputs.items():

@@ -234,15 +234,22 @@ class ShardedText:
     @property
     def source_per_target(self) -> float:
         """Source tokens for each target token, including eos."""
-        entries = [entry for entries in self._shards.values() for entry in entries]
-        src, trg = (sum(getattr(entry, f"{side}_tokens") + entry.pairs for entry in entries) for side in ("src", "trg"))
+        src = trg = 0
+        for entries in self._shards.values():
+            for entry in entries:
+                src += entry.src_tokens + entry.pairs
+                trg += entry.trg_tokens + entry.pairs
         return src / trg
 
     @cached_property
     def whole(self) -> Window:
         """All sentences at once, which takes 24 bytes a pair: for those who look at a whole text."""
-        return Window([Piece(self.open(corpus, number), 0, entry.pairs) for corpus, entries in self._shards.items()
-                       for number, entry in enumerate(entries) if entry.pairs])
+        pieces: list[Piece] = []
+        for corpus, entries in self._shards.items():
+            for number, entry in enumerate(entries):
+                if entry.pairs:
+                    pieces.append(Piece(self.open(corpus, number), 0, entry.pairs))
+        return Window(pieces)
 
     def column(self, name: str) -> WindowSide:
         """Another column, see `whole`."""

@@ -109,7 +109,7 @@ def units_of(name: str, corpus: Corpus, scans: Mapping[str, Sequence[Scan]], ste
     for (src, one), (trg, other) in zip(*sides):
         if one.lines != other.lines:
             raise unequal_lines(src, one.lines, trg, other.lines)
-    totals = {column: sum(scan.lines for scan in found) for column, found in scans.items()}
+    totals = {column: sum(scan.lines for scan in column_scans) for column, column_scans in scans.items()}
     lines = totals[next(iter(columns))]
     if not lines:
         raise UserError(f"there is no text in {', '.join(itertools.chain(*columns.values()))}: the corpus has 0 lines; "
@@ -118,19 +118,21 @@ def units_of(name: str, corpus: Corpus, scans: Mapping[str, Sequence[Scan]], ste
         if total != lines:
             raise UserError(f"{', '.join(columns[column])}: {total} lines of {column} for {lines} sentence pairs; line "
                             "N of one must belong to line N of the other")
-    return [Unit(name, number, place + number, min(step, lines - first),
-                 {column: list(_spans(files, scans[column], first, first + step)) for column, files in columns.items()})
-            for number, first in enumerate(range(0, lines, step))]
+    units: list[Unit] = []
+    for number, first in enumerate(range(0, lines, step)):
+        spans = {column: list(_spans(files, scans[column], first, first + step)) for column, files in columns.items()}
+        units.append(Unit(name, number, place + number, min(step, lines - first), spans))
+    return units
 
 
 def _spans(files: Sequence[str], scans: Sequence[Scan], start: int, stop: int) -> Iterator[Span]:
     """The lines `start` to `stop` of files that follow each other."""
     begin = 0
-    for file, found in zip(files, scans, strict=True):
-        first, last = max(0, start - begin), min(found.lines, stop - begin)
+    for file, scan in zip(files, scans, strict=True):
+        first, last = max(0, start - begin), min(scan.lines, stop - begin)
         if first < last:
-            yield Span(file, first, last - first, found.marks.get(first, 0))
-        begin += found.lines
+            yield Span(file, first, last - first, scan.marks.get(first, 0))
+        begin += scan.lines
 
 
 def lines_of(unit: Unit, column: str) -> Iterator[tuple[str, int, str]]:

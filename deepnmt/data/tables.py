@@ -114,15 +114,15 @@ def _values(row: Any, where: str, columns: Columns) -> Row:
     """The columns of a JSON object or a row."""
     values = []
     for column in columns:
-        found = row
+        value = row
         for key in str(column).split("."):
-            found = found.get(key) if isinstance(found, dict) else None
-        values.append(found)
-    for column, found in zip(columns[:2], values):
-        if not isinstance(found, str):
+            value = value.get(key) if isinstance(value, dict) else None
+        values.append(value)
+    for column, value in zip(columns[:2], values):
+        if not isinstance(value, str):
             named = ", ".join(map(str, row)) if isinstance(row, dict) else "none"
             raise UserError(f"{where}: no text in the column {column!r}; 'columns' names two of its own ({named})")
-    src, trg = (" ".join(found.split("\n")) for found in values[:2])
+    src, trg = (" ".join(text.split("\n")) for text in values[:2])
     return src, trg, _score(values[2], where, columns[2]) if columns[2:] else None
 
 

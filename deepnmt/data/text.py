@@ -216,7 +216,9 @@ def input_files(text: Corpus) -> list[Path]:
 def count_pairs(text: Corpus) -> int | None:
     """How many pairs a text has, by the line ends of its files, which is soon done; None if some are compressed, or
     cannot be read."""
-    files = [Path(name) for corpus in corpora_of(text).values() for name in files_of(corpus.tsv or corpus.src)]
+    files: list[Path] = []
+    for corpus in corpora_of(text).values():
+        files += map(Path, files_of(corpus.tsv or corpus.src))
     if any(file.suffix in COMPRESSED for file in files):
         return None
     count = 0

@@ -76,8 +76,11 @@ def vocabulary_files(model: Path) -> tuple[Path, Path] | None:
     if model.is_file():
         return model, model
     folders = [model, model / "averaged", *sorted((model / "checkpoints").glob("update-*"), reverse=True)]
-    pairs = ((folder / "src.spm", folder / "trg.spm") for folder in folders)
-    return next((pair for pair in pairs if all(file.is_file() for file in pair)), None)
+    for folder in folders:
+        src, trg = folder / "src.spm", folder / "trg.spm"
+        if src.is_file() and trg.is_file():
+            return src, trg
+    return None
 
 
 def given_vocabularies(settings: config.Vocab, tags: Sequence[str]) -> list[bytes]:
@@ -210,7 +213,9 @@ class Vocabulary:
         number = self._processor.piece_to_id(piece)
         if number != UNK:
             return [number]
-        return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in piece.encode()] if self._bytes else [UNK]
+        if not self._bytes:
+            return [UNK]
+        return [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in piece.encode()]
 
     def to_pieces(self, ids: Sequence[int]) -> list[str]:
         """The pieces of `ids`, as SentencePiece writes them."""

@@ -106,5 +106,8 @@ class Windows:
 def _blocks(corpus: int, sizes: Sequence[int]) -> list[Range]:
     """The blocks of a corpus whose shards have these sizes."""
     most = max(1, min(BLOCK, sum(sizes) // SOME))
-    return [Range(corpus, shard, start, min(start + most, size)) for shard, size in enumerate(sizes)
-            for start in range(0, size, most)]
+    ranges: list[Range] = []
+    for shard, size in enumerate(sizes):
+        for start in range(0, size, most):
+            ranges.append(Range(corpus, shard, start, min(start + most, size)))
+    return ranges
