@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "deepnmt/checkpoint": 8_550, "deepnmt/commands": 3_550, "deepnmt/config": 18_100, "deepnmt/data": 33_300,
+    "deepnmt/checkpoint": 8_550, "deepnmt/commands": 3_550, "deepnmt/config": 18_100, "deepnmt/data": 33_600,
     "deepnmt/decode": 16_300, "deepnmt/evaluate": 8_900, "deepnmt/model": 28_300, "deepnmt/optim": 3_200,
     "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 17_200,
     "deepnmt/tasks": 32_500,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import random
@@ -163,7 +164,7 @@ def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
     """Segments the sample with a vocabulary trained on it, of `size` or as many pieces as it has text for."""
     while True:
         try:
-            model = train_vocabulary((sentence for pair in sample for sentence in pair), Vocab(size=size))
+            model = train_vocabulary(itertools.chain.from_iterable(sample), Vocab(size=size))
             break
         except UserError:
             if size < 100:

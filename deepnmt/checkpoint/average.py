@@ -155,12 +155,12 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
                 raise _models_differ(checkpoints[0], folder,
                                      f"model.{change.key} is {change.new} where {change.old} is expected")
     states = [load_state(folder) for folder in checkpoints]
-    state, newest = max(zip(states, checkpoints), key=lambda each: each[0].update)
+    last, newest = max(zip(states, checkpoints), key=lambda pair: pair[0].update)
     beside = list_checkpoints(target.parent / "checkpoints")
-    averaged = {"averaged": [str(folder) for folder in checkpoints], "averaged_updates": [s.update for s in states],
-                "updates_beside": [update_of(path) for path in beside]}
+    averaged = {"averaged": list(map(str, checkpoints)), "averaged_updates": [state.update for state in states],
+                "updates_beside": list(map(update_of, beside))}
     write_checkpoint(target, Contents(
-        weights, None, replace(state, loss_scale=None, best={}, extra=averaged),
+        weights, None, replace(last, loss_scale=None, best={}, extra=averaged),
         (newest / RECIPE).read_text(encoding="utf-8"), read_task_files(newest)))
     return target
 

@@ -109,7 +109,10 @@ def index_of(owned: Iterable[Iterable[Place]], moments: Iterable[str]) -> dict[s
         ValueError: the parts do not make up every parameter exactly once.
     """
     parameters: dict[str, Any] = {}
-    places = [(name, start, stop, rank, shape) for rank, each in enumerate(owned) for name, shape, start, stop in each]
+    places = []
+    for rank, parts in enumerate(owned):
+        for name, shape, start, stop in parts:
+            places.append((name, start, stop, rank, shape))
     for name, start, stop, rank, shape in sorted(places):
         entry = parameters.setdefault(name, {"shape": shape, "parts": []})
         end = entry["parts"][-1][1] if entry["parts"] else 0

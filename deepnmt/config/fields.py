@@ -125,7 +125,12 @@ class Section(BaseModel):
     @classmethod
     def named(cls) -> dict[str, Choices[Any]]:
         """The settings that have a name, by their dotted keys, and the names."""
-        return {key: choices for key, field in _fields(cls, "") if (choices := choices_of(field)) is not None}
+        named: dict[str, Choices[Any]] = {}
+        for key, field in _fields(cls, ""):
+            choices = choices_of(field)
+            if choices is not None:
+                named[key] = choices
+        return named
 
     def visitors(self) -> dict[str, str]:
         """The settings of this section itself that are set and need a visitor, and its name."""
@@ -151,7 +156,10 @@ def allowed(field: FieldInfo) -> list[str]:
 def _literals(kind: Any) -> list[str]:
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
-    return [value for part in get_args(kind) for value in _literals(part)]
+    values: list[str] = []
+    for part in get_args(kind):
+        values += _literals(part)
+    return values
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
@@ -178,7 +186,11 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
 def values_of(section: Any, key: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of a setting, each with its dotted key: one for each in a mapping of sections, whose name is NAME."""
     name, _, rest = key.partition(".")
-    inside = section if name == "NAME" else {name: getattr(section, name)} if hasattr(section, name) else {}
+    inside = {}
+    if name == "NAME":
+        inside = section
+    elif hasattr(section, name):
+        inside = {name: getattr(section, name)}
     for part, value in inside.items():
         if rest:
             yield from values_of(value, rest, f"{prefix}{part}.")

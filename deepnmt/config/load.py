@@ -249,7 +249,7 @@ def _parse_yaml(text: str) -> Any:
             if count > _MAX_VALUES:
                 raise ValueError(f"it has more than {_MAX_VALUES:,} values, those of aliases (*name) counted")
             if isinstance(node, yaml.MappingNode):
-                waiting += [(child, depth + 1) for pair in node.value for child in pair]
+                waiting += [(child, depth + 1) for child in itertools.chain.from_iterable(node.value)]
             elif isinstance(node, yaml.SequenceNode):
                 waiting += [(child, depth + 1) for child in node.value]
     except RecursionError:
@@ -273,7 +273,8 @@ def expand_variables(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     def expanded(value: Any, key: str) -> Any:
         if isinstance(value, dict):
-            return {k: expanded(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+            prefix = f"{key}." if key else ""
+            return {name: expanded(inside, f"{prefix}{name}") for name, inside in value.items()}
         if isinstance(value, list):
             return [expanded(v, key) for v in value]
         if not isinstance(value, str):
@@ -323,12 +324,18 @@ def _faults_of(tree: dict[str, Any]) -> Iterator[Fault]:
         where = ".".join(map(str, fault["loc"]))
         if fault["type"] == "value_error" and isinstance(inner := fault["ctx"]["error"], SettingsError):
             for settings, text in inner.faults:
-                yield Fault(tuple(f"{where}.{name}" if where else name for name in settings),
-                            f"{where}: {text}" if where else text)
+                yield _within(where, settings, text)
         else:
             setting = takewhile(lambda part: isinstance(part, str), fault["loc"])  # of a list's item: the list
             text = _sentence(fault, recipe)
             yield Fault((".".join(map(str, setting)),), f"{where}: {text}" if where else text)
+
+
+def _within(where: str, settings: Iterable[str], text: str) -> Fault:
+    """The fault of a section that is at `where` in the recipe; "" is the recipe itself."""
+    if not where:
+        return Fault(tuple(settings), text)
+    return Fault(tuple(f"{where}.{name}" for name in settings), f"{where}: {text}")
 
 
 def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
@@ -360,5 +367,9 @@ def _known_at(recipe: type[Recipe], way: list[str]) -> Iterable[str]:
 
 def _without(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
     """The tree without some settings."""
-    return {name: _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
-            for name, value in tree.items() if f"{prefix}{name}" not in keys}
+    rest: dict[str, Any] = {}
+    for name, value in tree.items():
+        if f"{prefix}{name}" in keys:
+            continue
+        rest[name] = _without(value, keys, f"{prefix}{name}.") if isinstance(value, dict) else value
+    return rest

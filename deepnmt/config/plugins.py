@@ -85,7 +85,7 @@ def name_plugins(tree: dict[str, Any], named: Mapping[str, Choices[Any]], by: Pa
     beside = [by.parent] if isinstance(by, Path) else []
     if isinstance(by, Path) and (why := lies_with_a_model(by.resolve().parent, tree.get("run"))):
         return [f"plugins: {file} is code, and runs only if you name it on the command line, because {by} lies with "
-                f"{why}: add {_way(_found(str(file), beside) or file)}, or move the recipe"
+                f"{why}: add {_way(_find_file(str(file), beside) or file)}, or move the recipe"
                 for file, sha256 in wanted.items() if not sha256]  # with a hash it is what a run remembers
     own = {str(choices.plugins): choices for choices in named.values()}
     hashes, faults = {}, []
@@ -119,10 +119,11 @@ def lies_with_a_model(folder: Path, run: object = None) -> str | None:
     if isinstance(run, str) and Path(run).resolve().is_relative_to(folder):
         return f"its run {run}"
     for place in (folder, *folder.parents):
-        if mark := next((mark for mark in sorted(MARKS) if (place / mark).exists()), None):
-            return f"{place / mark}"
+        for mark in sorted(MARKS):
+            if (place / mark).exists():
+                return f"{place / mark}"
     for number, (below, folders, files) in enumerate(os.walk(folder)):
-        if mark := next(iter(MARKS.intersection([*folders, *files])), None):
+        for mark in MARKS.intersection([*folders, *files]):
             return f"{Path(below) / mark}"
         if number == MOST_FOLDERS:
             return f"more than {MOST_FOLDERS:,} folders, which may hold a model"
@@ -132,12 +133,18 @@ def lies_with_a_model(folder: Path, run: object = None) -> str | None:
 def as_mapping(value: Any) -> Any:
     """One file, or a list of them, as a mapping to hashes that are not known."""
     files = [value] if isinstance(value, str) else value
-    return dict.fromkeys(files, "") if isinstance(files, list) and all(isinstance(f, str) for f in files) else value
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        return value
+    return dict.fromkeys(files, "")
 
 
 def known(kind: str, sources: Mapping[str, str]) -> list[str]:
     """The names of this kind in these plug-ins, as far as they have run."""
-    return [name for sha256 in sources.values() if sha256 in _plugins for name in _plugins[sha256].tables[kind]]
+    names: list[str] = []
+    for sha256 in sources.values():
+        if sha256 in _plugins:
+            names += _plugins[sha256].tables[kind]
+    return names
 
 
 def source_of(kind: str, name: str) -> str | None:
@@ -181,15 +188,18 @@ def _way(file: object) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _found(name: str, beside: list[Path]) -> Path | None:
-    return next((file for folder in (Path(), *beside) if (file := folder / name).is_file()), None)
+def _find_file(name: str, beside: list[Path]) -> Path | None:
+    for folder in (Path(), *beside):
+        if (folder / name).is_file():
+            return folder / name
+    return None
 
 
 def _run(name: str, beside: list[Path], sha256: object, own: Mapping[str, Choices[Any]]) -> Plugin:
     """Runs a file, unless its code has run already, and makes it the latest. Raises `UserError`."""
     if not name.endswith(".py"):
         raise UserError(f"{name} is no Python file; give a file whose name ends in .py, as in plugins: [my_block.py]")
-    file = _found(name, beside)
+    file = _find_file(name, beside)
     if file is None:
         raise UserError(f"there is no file {name}{', neither here nor beside the recipe' * bool(beside)}; give the "
                         "path of a plug-in")
@@ -222,7 +232,8 @@ def _tables(file: Path, code: bytes, own: Mapping[str, Choices[Any]]) -> dict[st
         raise UserError(f"{file} defines no {either(list(KINDS.values()))}; write a table of them at its end, such "
                         'as BLOCKS = {"sandwich": Sandwich}')
     for kind, table in tables.items():
-        if taken := next((name for name in table if name in own[kind]), None):
-            raise UserError(f"{file} defines the {KINDS[kind]} {taken}, which deepnmt has already; give it another "
-                            "name")
+        for name in table:
+            if name in own[kind]:
+                raise UserError(f"{file} defines the {KINDS[kind]} {name}, which deepnmt has already; give it another "
+                                "name")
     return tables

@@ -269,9 +269,10 @@ def encode_unit(work: Work, unit: Unit) -> None:
     codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
     text = (work.read(unit) / "digest").read_text(encoding="utf-8")
     hash_of_codes = hashlib.sha256(codes.tobytes()).hexdigest()
-    annotations = {column: _hash_of(unit, column) for column in annotations_of(data.train)}
+    hashes_of_annotations = {column: _hash_of(unit, column) for column in annotations_of(data.train)}
     number = unit.number if data.subword_variants else 0
-    key = folders.hash_of([text, hash_of_codes, corpus.tag, joined["encoding"], annotations, number])
+    key = folders.hash_of([text, hash_of_codes, corpus.tag, joined["encoding"],
+                           hashes_of_annotations, number])
     target = work.shard(unit)
     with folders.new_folder(target, KIND) as temporary:
         if (found := joined["reusable"].get(key)) and Path(found).is_dir():

@@ -82,8 +82,10 @@ class Journal:
     def __init__(self, outputs: Sequence[Path], facts: Mapping[str, Any], part: Part, ranks: Ranks) -> None:
         self.folder, self._outputs, self._part, self._ranks = parts_folder(outputs[0]), outputs, part, ranks
         ranks.raise_everywhere(lambda: self._begin(json.loads(json.dumps(facts))) if ranks.first else None)
-        found = {number: files[0].name for number, files in self._done().items()} if ranks.first else {}
-        known = json.loads(ranks.broadcast_bytes(json.dumps(found).encode()))  # by all: others may write meanwhile
+        names: dict[int, str] = {}
+        if ranks.first:
+            names = {number: files[0].name for number, files in self._done().items()}
+        known = json.loads(ranks.broadcast_bytes(json.dumps(names).encode()))  # by all: others may write meanwhile
         self._known = {int(number): _source(name) for number, name in known.items()}
         self._sources: list[str] = []  # of all chunks so far
         if known and ranks.first:
@@ -95,9 +97,10 @@ class Journal:
             with FileLock(self.folder / ".lock"):
                 if not (self.folder / _FACTS).exists():
                     write_json(self.folder / _FACTS, facts)
-                begun: dict[str, Any] = json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
-        for name in {**begun, **facts}:
-            if (then := begun.get(name)) != (now := facts.get(name)):
+                earlier: dict[str, Any] = json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
+        for name in {**earlier, **facts}:
+            then, now = earlier.get(name), facts.get(name)
+            if then != now:
                 what = "by another model" if name == "model" else f"with {name} {then}, but now it is {now}"
                 raise UserError(f"{self.folder} was begun {what}; give the command that it was begun with, or delete "
                                 "the folder to have all translated anew")
@@ -108,8 +111,11 @@ class Journal:
         for file in self.folder.iterdir():
             if match := _NAME.fullmatch(file.name):
                 files.setdefault(int(match[1]), {})[int(match[2])] = file
-        return {number: [of[output] for output in sorted(of)] for number, of in files.items()
-                if len(of) == len(self._outputs)}
+        done: dict[int, list[Path]] = {}
+        for number, by_output in files.items():
+            if len(by_output) == len(self._outputs):
+                done[number] = [by_output[output] for output in sorted(by_output)]
+        return done
 
     def lacks(self, items: Items) -> bool:
         """Whether the next chunk is to be translated here, which `write` then wants. Raises `UserError` if it was, and

@@ -21,30 +21,43 @@ def expected_chrf(texts: Sequence[str]) -> list[float]:
     distinct = list(copies)
     for i, one in enumerate(distinct):
         for other in distinct[i:]:
-            matches = [(ours & theirs).total() for ours, theirs in zip(grams[one], grams[other], strict=True)]
-            size, other_size = ([counts.total() for counts in grams[text]] for text in (one, other))
-            sums[one] += copies[other] * _chrf(matches, size, other_size)
+            precision, recall = _overlap(grams[one], grams[other])
+            sums[one] += copies[other] * _f_score(precision, recall)
             if other != one:
-                sums[other] += copies[one] * _chrf(matches, other_size, size)
+                sums[other] += copies[one] * _f_score(recall, precision)
     return [sums[text] / len(texts) for text in texts]
 
 
 def chrf(text: str, reference: str) -> float:
     """The chrF of a text, 0 to 100."""
-    ours, theirs = _grams(text), _grams(reference)
-    matches = [(one & other).total() for one, other in zip(ours, theirs, strict=True)]
-    return _chrf(matches, [counts.total() for counts in ours], [counts.total() for counts in theirs])
+    return _f_score(*_overlap(_grams(text), _grams(reference)))
 
 
 def _grams(text: str) -> list[Counter[str]]:
     """How often each n-gram of characters comes, for n from 1 on."""
     text = "".join(text.split())
-    return [Counter(text[i : i + n] for i in range(len(text) - n + 1)) for n in range(1, ORDERS + 1)]
+    grams: list[Counter[str]] = []
+    for n in range(1, ORDERS + 1):
+        grams.append(Counter(text[i : i + n] for i in range(len(text) - n + 1)))
+    return grams
 
 
-def _chrf(matches: Sequence[int], hypothesis: Sequence[int], reference: Sequence[int]) -> float:
-    """chrF of a hypothesis, from the numbers of n-grams in both, in it and in the reference, for each n."""
-    rates = [(m / h, m / r) for m, h, r in zip(matches, hypothesis, reference, strict=True) if h and r]
-    precision, recall = (sum(column) / len(rates) for column in zip(*rates)) if rates else (0.0, 0.0)
+def _overlap(hypothesis: Sequence[Counter[str]], reference: Sequence[Counter[str]]) -> tuple[float, float]:
+    """Precision and recall of a hypothesis's n-grams, each the mean over n."""
+    precisions, recalls = [], []
+    for ours, theirs in zip(hypothesis, reference, strict=True):
+        if ours and theirs:
+            matches = (ours & theirs).total()
+            precisions.append(matches / ours.total())
+            recalls.append(matches / theirs.total())
+    if not precisions:
+        return 0.0, 0.0
+    return sum(precisions) / len(precisions), sum(recalls) / len(recalls)
+
+
+def _f_score(precision: float, recall: float) -> float:
+    """chrF, 0 to 100."""
+    if precision + recall == 0:
+        return 0.0
     factor = BETA**2
-    return 100 * (1 + factor) * precision * recall / (factor * precision + recall) if precision + recall else 0.0
+    return 100 * (1 + factor) * precision * recall / (factor * precision + recall)

@@ -141,15 +141,15 @@ def score_files(
     def work(items: list[tuple[str, list[Given]]], numbers: list[int], progress: Progress) -> list[list[object]]:
         scored = score_lines(models.all, models.vocabs, items, settings, numbers=numbers, pieces=pieces, top=top,
                              progress=progress)
-        return [[asdict(each) for each in line] for line in scored]
+        return [list(map(asdict, line)) for line in scored]
 
     def formatted(progress: Progress) -> Iterator[str]:
         items = _tab_separated(source) if translations is None else _side_by_side(source, translations)
         for number, line in enumerate(share(items, lambda item: len(item[0]), work, ranks, progress), start=1):
             scored = []
-            for each in line:
-                pieces_of_it = [Piece(**piece) for piece in each["pieces"]]
-                scored.append(Scored(**{**each, "pieces": pieces_of_it}))
+            for record in line:
+                record["pieces"] = [Piece(**piece) for piece in record["pieces"]]
+                scored.append(Scored(**record))
             totals.add(scored)
             yield WRITERS[output_format].scores(number, scored)
 
@@ -178,11 +178,11 @@ def _side_by_side(source: str, translations: str) -> Iterator[tuple[str, list[Gi
             continue
         try:
             hypotheses = json.loads(line)["hypotheses"]
-            given = [Given(str(h["text"]), h.get("pieces"), bool(h.get("ended", True))) for h in hypotheses]
+            known = [Given(str(h["text"]), h.get("pieces"), bool(h.get("ended", True))) for h in hypotheses]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{translations}, line {number}: not an object with hypotheses as deepnmt translate "
                             "--format jsonl writes it; give such a file, or one not named .jsonl") from None
-        yield sentence, given
+        yield sentence, known
 
 
 def score_lines(
@@ -243,8 +243,8 @@ def score_lines(
             done += len(batch)
             progress(len(lines) * done // len(order))
     results: list[list[Scored]] = [[] for _ in lines]
-    for (i, *_), each in zip(rows, scored, strict=True):
-        results[i].append(each)
+    for (i, *_), translation in zip(rows, scored, strict=True):
+        results[i].append(translation)
     return results
 
 

@@ -11,6 +11,7 @@ at n (`next_tokens.LengthPenalty`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,15 +148,15 @@ class _Record:
         fresh = self._parts[-1][-1][self._ranked :]
         self._ranked += len(fresh)
         if fresh:
-            divisors = torch.tensor([each.divisor for each in fresh], device="cpu")
-            scores = torch.stack([each.sums for each in fresh], 2) / divisors.to(self.best.device, non_blocking=True)
+            divisors = torch.tensor([entry.divisor for entry in fresh], device="cpu")
+            scores = torch.stack([entry.sums for entry in fresh], 2) / divisors.to(self.best.device, non_blocking=True)
             self.best = torch.cat([self.best, scores.flatten(1)], dim=1).topk(self.best.size(1)).values
         return self.best[:, -1]
 
     def candidates(self) -> list[list[Candidate]]:
         """The hypotheses of all sentences, best first. Raises `UserError` if a score is NaN."""
         count, beams = self._shape
-        finished = [each for part in self._parts for each in part[-1]]
+        finished = list(itertools.chain.from_iterable(part[-1] for part in self._parts))
         sums = torch.full((count, len(finished), beams), -torch.inf, device="cpu")
         nexts = sums.new_zeros(sum(len(part[1]) for part in self._parts), count, beams, dtype=torch.int64)
         parents = torch.arange(beams, device="cpu").expand(nexts.shape).clone()
@@ -166,13 +167,14 @@ class _Record:
             rows, steps, entries = sentences.cpu(), slice(step, step + len(tokens)), slice(entry, entry + len(ended))
             step, entry = steps.stop, entries.stop
             nexts[steps, rows] = torch.stack(tokens).cpu()
-            sums[rows, entries] = torch.stack([each.sums for each in ended], 1).cpu()
+            sums[rows, entries] = torch.stack([hypotheses.sums for hypotheses in ended], 1).cpu()
             if origins[0] is not None:
-                parents[steps, rows] = torch.stack([each for each in origins if each is not None]).cpu()
-        scores = (sums / sums.new_tensor([each.divisor for each in finished])[:, None]).flatten(1)
+                parents[steps, rows] = torch.stack([origin for origin in origins if origin is not None]).cpu()
+        divisors = sums.new_tensor([hypotheses.divisor for hypotheses in finished])
+        scores = (sums / divisors[:, None]).flatten(1)
         scores, best = scores.topk(self.best.size(1))
         of, beam = best // beams, best % beams
-        lengths = nexts.new_tensor([each.length for each in finished])[of]
+        lengths = nexts.new_tensor([hypotheses.length for hypotheses in finished])[of]
         words = nexts.new_zeros(*best.shape, int(lengths.max()))
         for number in reversed(range(words.size(2))):
             words[..., number] = nexts[number].gather(1, beam)
@@ -180,12 +182,16 @@ class _Record:
         if bool(scores.isnan().any()):
             raise UserError("the model's scores are not numbers (NaN), because its training has diverged; translate "
                             "with an earlier checkpoint")
-        columns = (words, lengths, scores, sums.flatten(1).gather(1, best), of)
-        return [
-            [Candidate(row[:length], score, log_prob, finished[entry].ended)
-             for row, length, score, log_prob, entry in zip(*sentence, strict=True) if score > -torch.inf]
-            for sentence in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+        log_probs = sums.flatten(1).gather(1, best)
+        lists = [column.tolist() for column in (words, lengths, scores, log_probs, of)]  # of B sentences
+        results: list[list[Candidate]] = []
+        for sentence in zip(*lists, strict=True):
+            hypotheses: list[Candidate] = []
+            for row, length, score, log_prob, entry in zip(*sentence, strict=True):
+                if score > -torch.inf:
+                    hypotheses.append(Candidate(row[:length], score, log_prob, finished[entry].ended))
+            results.append(hypotheses)
+        return results
 
 
 def _grow_hypotheses(

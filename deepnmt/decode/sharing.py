@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from deepnmt.processes.ranks import Ranks
@@ -38,11 +39,20 @@ def share(
     """
     for chunk in in_chunks(items):
         mine = sorted(range(len(chunk)), key=lambda i: (-length(chunk[i]), i))[ranks.rank :: ranks.world]
-        done = work([chunk[i] for i in mine], [start + i + 1 for i in mine],
-                    lambda own: progress(start + min(len(chunk), own * ranks.world)))  # noqa: B023 (called here only)
+        numbers = [start + i + 1 for i in mine]
+        report = partial(_report, progress, start, len(chunk), ranks.world)
+        done = work([chunk[i] for i in mine], numbers, report)
         shards = ranks.gather_bytes(json.dumps(list(zip(mine, done, strict=True))).encode())
         start += len(chunk)
         if shards is not None:
-            whole = {i: result for part in shards for i, result in json.loads(part)}
-            yield from (whole[i] for i in range(len(chunk)))
+            results: list[Any] = [None] * len(chunk)
+            for shard in shards:
+                for i, result in json.loads(shard):
+                    results[i] = result
+            yield from results
             progress(start)
+
+
+def _report(progress: Progress, start: int, size: int, world: int, done: int) -> None:
+    """Says how far all processes are with a chunk of `size` lines behind `start`, of which this one has `done` some."""
+    progress(start + min(size, done * world))

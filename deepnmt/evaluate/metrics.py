@@ -111,9 +111,13 @@ class Report:
 
     def __or__(self, other: Report) -> Report:
         """With the scores of the same systems by other metrics."""
-        scores = {system: {test: Scores({**mine.values, **(theirs := other.scores[system][test]).values},
-                                        {**mine.signatures, **theirs.signatures}, mine.sentences)
-                           for test, mine in by_set.items()} for system, by_set in self.scores.items()}
+        scores: dict[str, dict[str, Scores]] = {}
+        for system, by_set in self.scores.items():
+            scores[system] = {}
+            for test, mine in by_set.items():
+                theirs = other.scores[system][test]
+                scores[system][test] = Scores({**mine.values, **theirs.values},
+                                              {**mine.signatures, **theirs.signatures}, mine.sentences)
         return Report(scores, self.comparisons + other.comparisons, self.lower)
 
     scores: dict[str, dict[str, Scores]]
@@ -151,12 +155,16 @@ class Report:
             lower = METRICS[metric].lower_is_better if own else metric in self.lower
             sets = list(next(iter(self.scores.values())))
             rows = [[name + (" (lower is better)" if lower else ""), *sets, "average"]]
+            digits = 2 if own else 4
+            signatures: dict[str, None] = {}  # different ones
             for system, by_set in self.scores.items():
-                values = [*(scores.values[metric] for scores in by_set.values()), self.average(system, metric)]
-                rows.append([system, *(f"{value:.{2 if own else 4}f}" for value in values)])
+                row = [system]
+                for scores in by_set.values():
+                    row.append(f"{scores.values[metric]:.{digits}f}")
+                    signatures[scores.signatures[metric]] = None
+                rows.append([*row, f"{self.average(system, metric):.{digits}f}"])
             if len(sets) == 1:
                 rows = [row[:-1] for row in rows]
-            signatures = dict.fromkeys(s.signatures[metric] for by_set in self.scores.values() for s in by_set.values())
             blocks.append("\n".join([table(rows), *(f"{name}|{signature}" for signature in signatures)]))
         if self.comparisons:
             lines = ["approximate randomization, * where p < 0.05; in brackets p of SacreBLEU's paired bootstrap"]

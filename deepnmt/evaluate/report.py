@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -76,7 +77,8 @@ def write_report(recipes: Sequence[Recipe], scores: str, output: Path) -> Path:
     labels = system_names([recipe.run for recipe in recipes])
     parts = [f"<h1>{escape(' and '.join(labels))}</h1>", _facts(runs, labels), *_curves(runs, labels)]
     parts += ["<h2>Scores</h2>", *_scores(runs, labels, names)]
-    counts = _training_words(runs[0].recipe, {word for name in names for word in _words(runs[0], name)})
+    words = set(itertools.chain.from_iterable(_words(runs[0], name) for name in names))
+    counts = _training_words(runs[0].recipe, words)
     for name in names:
         parts.append(f"<h2>Test set {escape(name)}</h2>")
         parts += [_by_length(runs, labels, name), _by_frequency(runs, labels, name, counts)]
@@ -176,7 +178,7 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
         parts += [f"<p><small>{METRICS[metric].line}|{escape(signature)}</small></p>" for signature in signatures]
     if runs[1:]:
         rows = [["", "difference", "p", "SacreBLEU's p"]]
-        steps = [(name, metric) for name in names for metric in metrics]
+        steps = list(itertools.product(names, metrics))
         line = f"comparing: {{:,}} of {len(steps)} test sets and metrics"
         with show_progress(line, total=len(steps), desc="comparing", leave=False) as progress:
             for done, (name, metric) in enumerate(steps, start=1):

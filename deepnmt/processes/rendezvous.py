@@ -275,8 +275,9 @@ def tell_fault(store: dist.Store, rank: int, world: int, fault: str, wait: timed
 
 def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
     """What a start refuses, what it says, and for each process the values of `Peers`."""
-    if faults := [report["fault"] for report in reports if "fault" in report]:
-        return {"refused": faults[0]}
+    for report in reports:
+        if "fault" in report:
+            return {"refused": report["fault"]}
     refused = differences(reports, {"device": MUST_MATCH["device"]} if differ else MUST_MATCH)
     if refused:
         refused.append("make them the same on all machines; deepnmt check-cluster shows every difference")
@@ -293,8 +294,9 @@ def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
     away = next((report["address"] for report in reports if report["machine"] != first["machine"]), "127.0.0.1")
     peers = [away if report["machine"] == first["machine"] else first["address"] for report in reports]
     local_worlds = [machines[report["machine"]] for report in reports]
-    return {"refused": "; ".join(refused), "notes": [] if differ else differences(reports, SHOULD_MATCH),
-            "nodes": [report["node"] for report in reports],
+    notes = [] if differ else differences(reports, SHOULD_MATCH)
+    nodes = [report["node"] for report in reports]
+    return {"refused": "; ".join(refused), "notes": notes, "nodes": nodes,
             "processes": list(zip(core_shares(reports), local_worlds, peers))}
 
 
@@ -313,6 +315,11 @@ def core_shares(reports: Sequence[Facts]) -> list[int]:
 
     A launcher that has bound every process to cores of its own thus leaves it all of them.
     """
-    users = Counter((report["machine"], core) for report in reports for core in report["cores"])
-    shares = [sum(1 / users[report["machine"], core] for core in report["cores"]) for report in reports]
-    return [max(1, int(share + 1e-6)) for share in shares]
+    users: Counter[tuple[str, int]] = Counter()
+    for report in reports:
+        users.update((report["machine"], core) for core in report["cores"])
+    shares: list[int] = []
+    for report in reports:
+        share = sum(1 / users[report["machine"], core] for core in report["cores"])
+        shares.append(max(1, int(share + 1e-6)))
+    return shares

@@ -142,10 +142,13 @@ def check_parts(recipe: Recipe, build: Callable[[Recipe], nn.Module] | None = No
     for setting, parts in settings.items():
         for part in parts:
             if not any(is_in(part, name) for name in names):
-                known = dict.fromkeys(name.rsplit(".", cut)[0] for cut in range(8, -1, -1) for name in names)
+                known: dict[str, None] = {}  # the shortest first
+                for cut in range(8, -1, -1):
+                    known |= dict.fromkeys(name.rsplit(".", cut)[0] for name in names)
                 near = nearest(part, known)
                 hint = f"did you mean {near}?" if near else f"parts are {', '.join(list(known)[:9])} and so on"
                 raise UserError(f"{setting} names {part!r}, but no parameter of the model has a name that is or begins "
                                 f"so; {hint}")
-    if all(any(is_in(part, name) for part in recipe.train.freeze) for name in names):
+    trained = [name for name in names if not any(is_in(part, name) for part in recipe.train.freeze)]
+    if not trained:
         raise UserError(f"train.freeze ({', '.join(recipe.train.freeze)}) leaves nothing to train; remove a part")

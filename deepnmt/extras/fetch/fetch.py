@@ -96,9 +96,12 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
         UserError: the recipe names nothing to fetch, or something unknown; a server cannot be reached; a checksum is
             wrong; the disk is too small; a file is there that was not fetched.
     """
-    texts = [Text(f"data.{name}{part and '.' + part}", corpus, (Path(corpus.src[0]), Path(corpus.trg[0])))
-             for name, text in corpora(recipe).items() for part, corpus in corpora_of(text).items()
-             if corpus.mtdata or corpus.sacrebleu]
+    texts: list[Text] = []
+    for name, whole in corpora(recipe).items():
+        for part, corpus in corpora_of(whole).items():
+            if corpus.mtdata or corpus.sacrebleu:
+                setting = f"data.{name}.{part}" if part else f"data.{name}"
+                texts.append(Text(setting, corpus, (Path(corpus.src[0]), Path(corpus.trg[0]))))
     if not texts:
         raise UserError("the recipe names nothing to fetch; give a text of its data section mtdata: [NAME, ...] or "
                         "sacrebleu: NAME, or put the files there yourself")
@@ -107,8 +110,12 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
         for text in missing:
             text.sources = (_mtdata_sources(text.corpus.mtdata) if text.corpus.mtdata else
                             [_sacrebleu_source(str(text.corpus.sacrebleu), recipe)])
-        sizes = {url: size_of(url) for url in dict.fromkeys(
-            url for text in missing for source in text.sources for url in source.urls)}
+        sizes: dict[str, int | None] = {}
+        for text in missing:
+            for source in text.sources:
+                for url in source.urls:
+                    if url not in sizes:
+                        sizes[url] = size_of(url)
         _say(missing, sizes)
         if not only_say:
             _require_room(missing, sizes)
@@ -117,8 +124,11 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
     rows = [["text", "lines", "file", "SHA-256"]]
     for text in texts:
         record = read_record(text)
-        rows += [[text.name, f"{record.lines:,}" if record else "-", str(file),
-                  record.sha256[side][:16] if record else "not fetched"] for side, file in enumerate(text.files)]
+        for side, file in enumerate(text.files):
+            if record is None:
+                rows.append([text.name, "-", str(file), "not fetched"])
+            else:
+                rows.append([text.name, f"{record.lines:,}", str(file), record.sha256[side][:16]])
     return table(rows, left=4)
 
 

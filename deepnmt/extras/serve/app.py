@@ -135,7 +135,7 @@ class App:
         self.metrics.count_translations(len(answers), sum(best[0].tokens for best in answers))
         answer: dict[str, Any] = {"translations": [best[0].text for best in answers]}
         if details:
-            answer["hypotheses"] = [[as_record(hypothesis) for hypothesis in best] for best in answers]
+            answer["hypotheses"] = [list(map(as_record, best)) for best in answers]
         return answer
 
     async def _body(self, request: Request) -> bytes:

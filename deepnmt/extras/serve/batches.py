@@ -84,7 +84,8 @@ class Batches:
                     await self._answer(batch, thread)
 
     async def _answer(self, batch: Sequence[tuple[_Request, int]], thread: ThreadPoolExecutor) -> None:
-        texts, numbers = [request.texts[n] for request, n in batch], [n + 1 for _, n in batch]
+        texts = [request.texts[n] for request, n in batch]
+        numbers = [n + 1 for _, n in batch]
         try:
             answers = await asyncio.get_running_loop().run_in_executor(thread, self._translate, texts, numbers)
         except Exception as error:

@@ -84,7 +84,8 @@ def serve(
         address = f"[{where}]" if ":" in where else where
         local = ipaddress.ip_address(where.partition("%")[0]).is_loopback
         hosts = {*LOCAL, address, host, *allow_hosts} if local or allow_hosts else set()
-        app = App(batches, first.src_vocab, limits, metrics, facts).application({name.lower() for name in hosts})
+        names = {name.lower() for name in hosts}
+        app = App(batches, first.src_vocab, limits, metrics, facts).application(names)
         server = _Server(uvicorn.Config(
             app, http=_Protocol, ws="none", lifespan="off",
             log_config=None, log_level="error", access_log=False, server_header=False,

@@ -128,15 +128,18 @@ def read_rows(recipe: ClassifyRecipe, names: Sequence[str], labelled: bool = Tru
             `data.labels`; with file and line. Or there is no line.
     """
     columns, none = recipe.data.columns, True
-    asked = [column for column in (columns.text, columns.pair, columns.label if labelled else None)
-             if column is not None]
+    asked = [columns.text] if columns.pair is None else [columns.text, columns.pair]
+    if labelled:
+        asked.append(columns.label)
     for file in map(Path, files_of(names)):
         if not file.is_file():
             raise UserError(f"there is no file {file} of examples; correct its path")
         for where, cells in _cells(file, asked):
             none = False
             label = cells.pop() if labelled else ""
-            texts = [cell.strip().lower() if recipe.data.lowercase else cell.strip() for cell in cells]
+            texts = [cell.strip() for cell in cells]
+            if recipe.data.lowercase:
+                texts = [text.lower() for text in texts]
             for column, text in zip(asked, texts, strict=False):
                 if not text:
                     raise UserError(f"{where}: the text in column {column!r} is empty; remove the line")

@@ -8,25 +8,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Table = npt.NDArray[np.float64]  # [K, K]: how often the label of a row was found to be that of a column
+Table = npt.NDArray[np.float64]  # [K, K]: how often the label of a row was predicted to be that of a column
 
 # Student's t, two-sided 95 %, by degrees of freedom; beyond the last one the normal distribution's 1.960 is near.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
 
-def count(right: npt.NDArray[np.integer], found: npt.NDArray[np.integer], labels: int) -> Table:
-    """The table of the right labels [N] and those that were found [N]."""
-    return np.bincount(right * labels + found, minlength=labels**2).reshape(labels, labels).astype(np.float64)
+def count(right: npt.NDArray[np.integer], predicted: npt.NDArray[np.integer], labels: int) -> Table:
+    """The table of the right labels [N] and the predicted ones [N]."""
+    return np.bincount(right * labels + predicted, minlength=labels**2).reshape(labels, labels).astype(np.float64)
 
 
 def scores(table: Table) -> dict[str, float]:
     """The figures of a table: `accuracy`; `f1`, of the last of two labels, or the mean over more than two; and
     `matthews` (of several labels: Gorodkin 2004, Comparing two K-category assignments). What would divide by 0 is 0."""
-    right, given, found, total = np.diag(table), table.sum(1), table.sum(0), float(table.sum())
-    f1 = 2 * right / np.maximum(given + found, 1)
-    covariance = float(right.sum()) * total - float(given @ found)
-    scale = math.sqrt((total**2 - float(given @ given)) * (total**2 - float(found @ found)))
+    right, total = np.diag(table), float(table.sum())
+    actual, predicted = table.sum(1), table.sum(0)
+    f1 = 2 * right / np.maximum(actual + predicted, 1)
+    covariance = float(right.sum()) * total - float(actual @ predicted)
+    scale = math.sqrt((total**2 - float(actual @ actual)) * (total**2 - float(predicted @ predicted)))
     return {"accuracy": float(right.sum()) / total, "f1": float(f1[-1] if len(f1) == 2 else f1.mean()),
             "matthews": covariance / scale if scale else 0.0}
 

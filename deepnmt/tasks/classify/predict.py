@@ -56,10 +56,9 @@ def classify_file(run: str | Path, source: str, target: str, device: torch.devic
     with torch.inference_mode():
         for rows in examples.plan(BATCH):
             logits[torch.from_numpy(rows)] = cast(Classifier, model).logits(examples.batch(rows, 0, device)).cpu()
-    found = logits.argmax(1).tolist()
-    lines = ["\t".join([recipe.data.labels[label], *(f"{p:.4f}" for p in row)])
-             for label, row in zip(found, logits.softmax(1).tolist(), strict=True)]
-    text = "".join(f"{line}\n" for line in lines)
+    text = ""
+    for label, row in zip(logits.argmax(1).tolist(), logits.softmax(1).tolist(), strict=True):
+        text += "\t".join([recipe.data.labels[label], *(f"{p:.4f}" for p in row)]) + "\n"
     if target == "-":
         sys.stdout.write(text)
     else:
@@ -80,7 +79,7 @@ def train_seeds(recipe: ClassifyRecipe, seeds: list[int], ranks: Ranks) -> int:
     Returns:
         The exit code of training: not 0 if it was stopped, and the same command resumes.
     """
-    found: dict[int, dict[str, float]] = {}
+    by_seed: dict[int, dict[str, float]] = {}
     for seed in seeds:
         run = str(Path(recipe.run) / f"seed-{seed}")
         code = train(with_settings(recipe, {"seed": seed, "run": run}), ranks)
@@ -88,15 +87,16 @@ def train_seeds(recipe: ClassifyRecipe, seeds: list[int], ranks: Ranks) -> int:
             return code
         if ranks.first:
             last = [line for line in read_log(Path(run) / "log.jsonl") if line["type"] == "valid"][-1]
-            found[seed] = {name: last[name] for name in ("loss", *FIGURES)}
+            by_seed[seed] = {name: last[name] for name in ("loss", *FIGURES)}
     if ranks.first:
-        means = {name: interval([figures[name] for figures in found.values()]) for name in FIGURES}
-        rows: list[tuple[str, ...]] = [("seed", *FIGURES)]
-        rows += [(str(seed), *(f"{figures[name]:.4f}" for name in FIGURES)) for seed, figures in found.items()]
-        rows.append(("mean", *(f"{mean:.4f} ± {half:.4f}" for mean, half in means.values())))
+        means: dict[str, float] = {}
+        halves: dict[str, float] = {}
+        for name in FIGURES:
+            means[name], halves[name] = interval([figures[name] for figures in by_seed.values()])
+        rows = [["seed", *FIGURES]]
+        for seed, figures in by_seed.items():
+            rows.append([str(seed), *(f"{figures[name]:.4f}" for name in FIGURES)])
+        rows.append(["mean", *(f"{means[name]:.4f} ± {halves[name]:.4f}" for name in FIGURES)])
         print(table(rows, left=1))
-        write_json(Path(recipe.run) / "seeds.json", {
-            "seeds": {str(seed): figures for seed, figures in found.items()},
-            "mean": {name: mean for name, (mean, _) in means.items()},
-            "interval_95": {name: half for name, (_, half) in means.items()}})
+        write_json(Path(recipe.run) / "seeds.json", {"seeds": by_seed, "mean": means, "interval_95": halves})
     return FINISHED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -88,37 +89,37 @@ def recognise(
             batch = order[done:done + size]
             src, lengths = padded_frames([features[i] for i in batch])
             most = [most_steps(model, settings, int(length)) for length in lengths]
-            found = search_batch(model, torch.from_numpy(src).to(device), lengths.tolist(), most, [[]] * len(batch),
-                                 [numbers[i] for i in batch], settings, seed, CachedStepper, barred)
-            for i, candidates in zip(batch, found, strict=True):
-                results[i] = [Hypothesis(one_line(vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens), c.ended,
-                                         vocab.to_pieces(c.tokens)) for c in candidates]
+            candidates = search_batch(model, torch.from_numpy(src).to(device), lengths.tolist(), most,
+                                      [[]] * len(batch), [numbers[i] for i in batch], settings, seed, CachedStepper,
+                                      barred)
+            for i, best in zip(batch, candidates, strict=True):
+                for c in best:
+                    text, pieces = one_line(vocab.decode(c.tokens)), vocab.to_pieces(c.tokens)
+                    results[i].append(Hypothesis(text, c.score, c.log_prob, len(c.tokens), c.ended, pieces))
             done += len(batch)
             progress(done)
     return results
 
 
 def recognise_shared(
-    model: SpeechTransformer, vocab: Vocabulary, utterances: Sequence[Any], recipe: SpeechRecipe,
+    model: SpeechTransformer, vocab: Vocabulary, utterances: Sequence[Utterance], recipe: SpeechRecipe,
     settings: config.Translate, ranks: Ranks, progress: Progress = no_progress,
 ) -> Iterator[list[Hypothesis]]:
-    """`recognise` for utterances, or for features that are there, shared among processes. Yields the hypotheses of each
-    in order on rank 0, nothing on other ranks. Collective."""
+    """`recognise` for utterances, shared among processes. Yields the hypotheses of each in order on rank 0, nothing on
+    other ranks. Collective."""
     data = recipe.data
 
-    def work(items: list[Any], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
-        heard = isinstance(items[0], Utterance) if items else False
+    def work(items: list[Utterance], numbers: list[int], progress: Progress) -> list[list[dict[str, Any]]]:
         most = SHORTER * max_length(model)
-        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers)
-                    ] if heard else items
-        found = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers, progress=progress)
-        return [[list(asdict(h).values()) for h in best] for best in found]
+        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers)]
+        results = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers, progress=progress)
+        return [list(map(asdict, best)) for best in results]
 
-    def length(item: Any) -> int:
-        return item.file.stat().st_size if isinstance(item, Utterance) and item.file.is_file() else 0
+    def length(utterance: Utterance) -> int:
+        return utterance.file.stat().st_size if utterance.file.is_file() else 0
 
     for best in share(utterances, length, work, ranks, progress):
-        yield [Hypothesis(*h) for h in best]
+        yield [Hypothesis(**hypothesis) for hypothesis in best]
 
 
 def recognise_list(
@@ -149,9 +150,8 @@ def recognise_list(
     listed = None if source == "-" else Path(source)
     utterances = [utterance_of(line, number, listed) for number, line in enumerate(read_text(source), start=1)]
     with counted("{:,} utterances recognised", ranks) as progress:
-        found = recognise_shared(model, vocab, utterances, recipe, settings, ranks, progress)
-        write_lines(out, ranks, (WRITERS[output_format].hypotheses(number, best)
-                                 for number, best in enumerate(found, start=1)))
+        results = recognise_shared(model, vocab, utterances, recipe, settings, ranks, progress)
+        write_lines(out, ranks, map(WRITERS[output_format].hypotheses, itertools.count(1), results))
 
 
 def score_lists(
@@ -159,20 +159,22 @@ def score_lists(
 ) -> tuple[Report, dict[str, list[str]], Path] | None:
     """Word and character error rates of a trained model on test sets of the recipe, the texts by set, and the
     checkpoint; None on other ranks than the first. Raises `UserError`."""
-    tests = {name: recipe.data.test[name] for name in names or recipe.data.test if name in recipe.data.test}
-    if missing := [name for name in names if name not in tests]:
-        raise UserError(f"there is no test set {missing[0]} in data.test, which has "
-                        f"{', '.join(recipe.data.test) or 'none'}")
+    tests = recipe.data.test
+    for name in names:
+        if name not in tests:
+            raise UserError(f"there is no test set {name} in data.test, which has {', '.join(tests) or 'none'}")
     if not tests:
         raise UserError("the recipe has no data.test; name lists there, as in data.test.clean=clean.tsv")
     model, vocab, _, checkpoint = load_speech(Path(folder), expected=expected)
     cast_weights(model, recipe.translate.precision).to(ranks.device)
-    sets, texts = [], {}
-    for name, lists in tests.items():
-        utterances = list(read_lists(files_of(lists), f"data.test.{name}"))
-        found = list(recognise_shared(model, vocab, utterances, recipe, recipe.translate, ranks))
-        sets.append(EvaluationSet(name, [each.where for each in utterances], [[each.text for each in utterances]]))
-        texts[name] = [best[0].text for best in found]
+    sets: list[EvaluationSet] = []
+    texts: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names or tests):
+        utterances = list(read_lists(files_of(tests[name]), f"data.test.{name}"))
+        results = recognise_shared(model, vocab, utterances, recipe, recipe.translate, ranks)
+        texts[name] = [best[0].text for best in results]
+        references = [utterance.text for utterance in utterances]
+        sets.append(EvaluationSet(name, [utterance.where for utterance in utterances], [references]))
     if not ranks.first:
         return None
     return score_systems({Path(recipe.run).name: list(texts.values())}, sets, "", METRICS), texts, checkpoint
@@ -184,7 +186,11 @@ def word_errors(model: Any, vocab: Vocabulary, features: Sequence[Frames], texts
     settings = config.Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens,
                                 max_ratio=recipe.translate.max_ratio, max_extra=recipe.translate.max_extra)
     mine = range(ranks.rank, len(features), ranks.world)
-    found = recognise(model, vocab, [np.asarray(features[i]) for i in mine], settings)
-    wrong = sum(edits(best[0].text.split(), texts[i].split()) for i, best in zip(mine, found, strict=True))
-    errors, words = ranks.sum([float(wrong), float(sum(len(texts[i].split()) for i in mine))])
+    results = recognise(model, vocab, [np.asarray(features[i]) for i in mine], settings)
+    errors = words = 0.0
+    for i, best in zip(mine, results, strict=True):
+        reference = texts[i].split()
+        errors += edits(best[0].text.split(), reference)
+        words += len(reference)
+    errors, words = ranks.sum([errors, words])
     return 100.0 * errors / max(1.0, words)

@@ -61,12 +61,16 @@ class SourceUse:
     def of(cls, record: Mapping[str, Any]) -> SourceUse | None:
         """The figures in a record of a validation; None if it has none, as those of older runs."""
         names = [field.name for field in fields(cls)]
-        return cls(*(float(record[name]) for name in names)) if all(name in record for name in names) else None
+        if not all(name in record for name in names):
+            return None
+        return cls(*(float(record[name]) for name in names))
 
     @classmethod
     def mean(cls, uses: Collection[SourceUse]) -> SourceUse | None:
         """The mean of several texts' figures; None of none."""
-        return cls(*(sum(each) / len(uses) for each in zip(*map(astuple, uses), strict=True))) if uses else None
+        if not uses:
+            return None
+        return cls(*(sum(column) / len(uses) for column in zip(*map(astuple, uses), strict=True)))
 
     def __str__(self) -> str:
         return (f"{100 * self.encoder_common:.0f} % of the encoder's output is one vector, and another sentence's "
@@ -140,7 +144,7 @@ def paired_batches(
     while start < len(order):
         longest = max(int(split.src_lengths[order[start]]), int(split.trg_lengths[order[start]]))
         end = start + max(1, tokens // longest)
-        batch, other = (collate(split, each[start:end], 0, device) for each in (order, before))
+        batch, other = (collate(split, indices[start:end], 0, device) for indices in (order, before))
         own.append(batch)
         shuffled.append(batch.with_tensors(src=other["src"], src_lengths=other["src_lengths"]))
         start = end

@@ -75,16 +75,16 @@ def _look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> d
 
 
 def _describe(record: Mapping[str, Any]) -> str:
-    said = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
-    each = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
-    if each:
-        said += f" ({', '.join(each)})"
+    text = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
+    corpora = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
+    if corpora:
+        text += f" ({', '.join(corpora)})"
     for visitor in visitor_modules("validation"):
-        said += visitor.describe(record)
+        text += visitor.describe(record)
     if "source_gain" in record:
-        said += (f" source {record['source_gain']:+.2f} common {record['encoder_common']:.2f} "
+        text += (f" source {record['source_gain']:+.2f} common {record['encoder_common']:.2f} "
                  f"attention {record['cross_attention_entropy']:.2f}")
-    return said
+    return text
 
 
 def _warn(recipe: Recipe, update: int, figures: Figures) -> str | None:
