@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from deepnmt.config import Recipe
+from deepnmt.config.choices import FORMATS
 from deepnmt.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -15,6 +17,12 @@ if TYPE_CHECKING:
 CHECKPOINT = ("best (by validation), newest, averaged, or the folder of a checkpoint (default: the run's average if "
                "there is one, else its newest checkpoint)")
 ENSEMBLE = CHECKPOINT + "; repeat it for an ensemble of models with one vocabulary"
+
+
+def add_format(parser: ArgumentParser, what: Literal["line", "scores"] = "line") -> None:
+    """Adds `--format`, whose help says what each format has; `what`: of translations, or of scores."""
+    formats = [f"{name}: {getattr(row, what)}" for name, row in FORMATS.items()]
+    parser.add_argument("--format", default="text", choices=list(FORMATS), help="; ".join(formats) + " (default text)")
 
 
 def checkpoint_of(name: str | None, recipe: Recipe) -> str | None:

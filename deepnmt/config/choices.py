@@ -475,16 +475,20 @@ SEARCHES = Choices({
 
 @dataclass(frozen=True, kw_only=True)
 class FormatFacts(Choice):
-    """`many`: there is room for more than one translation of a line, and for what belongs to it."""
+    """`line`: what `deepnmt translate` writes. `scores`: what `deepnmt score` writes. `many`: there is room for more
+    than one translation of a line, and for what belongs to it."""
 
+    scores: str
     many: bool = True
 
 
 # decode/formats.py, `WRITERS`
 FORMATS = Choices({
-    "text": FormatFacts(line="one translation a line", many=False),
-    "tsv": FormatFacts(line="columns: line, rank, score, text"),
-    "jsonl": FormatFacts(line="an object a line"),
+    "text": FormatFacts(
+        line="the best translation of each line", scores="the log-probabilities of a line's translations", many=False),
+    "tsv": FormatFacts(
+        line="line, rank, score and translation", scores="line, number, log-probability, score and translation"),
+    "jsonl": FormatFacts(line="an object a line", scores="an object a line"),
 })
 
 

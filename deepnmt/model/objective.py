@@ -35,6 +35,11 @@ class Objective(nn.Module):
         super().__init__()
         self.smoothing = smoothing  # `train.label_smoothing`
 
+    @classmethod
+    def of(cls, recipe: Recipe) -> Objective:
+        """The loss of a recipe. One with settings of its own reads them here."""
+        return cls(recipe.train.label_smoothing)
+
     def attach(self, model: Any) -> None:
         """Called once with the whole `Transformer`, in which a loss may watch modules by hooks."""
 
@@ -122,7 +127,7 @@ def objective_of(recipe: Recipe, vocab: int = 0) -> Objective:
     Raises:
         UserError: the recipe needs a visitor whose folder is not there.
     """
-    objective = OBJECTIVES[recipe.train.objective](recipe.train.label_smoothing)
+    objective = OBJECTIVES[recipe.train.objective].of(recipe)
     if (bands := bands_of(recipe.model, vocab)) is not None:
         objective = BandedCrossEntropy(bands, recipe.model.band_dropout, recipe.seed)
     if recipe.train.r_drop:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
-from deepnmt.commands.options import checkpoints_of, processes_of
-from deepnmt.config.choices import FORMATS
+from deepnmt.commands.options import add_format, checkpoints_of, processes_of
 from deepnmt.errors import UserError
 
 CHECKPOINT = ("a checkpoint of the run: newest, best, averaged, an update, or a folder (default: the average, else the "
@@ -29,7 +28,7 @@ def translate(words: list[str]) -> None:
     add = parser.add_argument
     add("--input", default="-", metavar="FILE", help="the list, an audio file a line (default: standard input)")
     add("--output", default="-", metavar="FILE", help="the file of the texts (default: standard output)")
-    add("--format", default="text", choices=list(FORMATS), help="as for text (default text)")
+    add_format(parser)
     add("--checkpoint", action="append", metavar="WHICH", help=CHECKPOINT)
     args, recipe = parse(parser, words)
     settable(args, "translate", "a trained model recognises as it is")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
-from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
+from deepnmt.commands.options import ENSEMBLE, add_format, checkpoints_of, processes_of
 from deepnmt.config import load_recipe
 from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
 from deepnmt.config.fields import either
@@ -39,9 +39,7 @@ def translate(words: list[str]) -> None:
         "(default: standard output)")
     add("--part", metavar="I/N", help="translate part I of N, on as many machines as there are; the last one to end "
         "writes the output")
-    add("--format", default="text", choices=list(FORMATS),
-        help="text: the best translation of each line; tsv: line, rank, score and translation; jsonl: an object a "
-        "line (default text)")
+    add_format(parser)
     add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
         "the input, empty where nothing is given")
     add("--references", metavar="FILE", help="translations that are there already, for translate.choose=chrf: a line "
@@ -84,9 +82,7 @@ def score(words: list[str]) -> None:
     add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl, what "
         "deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
     add("--output", default="-", metavar="FILE", help="the file of the scores (default: standard output)")
-    add("--format", default="text", choices=list(FORMATS),
-        help="text: the log-probabilities of a line's translations; tsv: line, number, log-probability, score and "
-        "translation; jsonl: an object a line (default text)")
+    add_format(parser, "scores")
     add("--pieces", action="store_true", help="with tsv or jsonl: the log-probability of every subword piece")
     add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")
     add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
