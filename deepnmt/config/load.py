@@ -340,7 +340,7 @@ def _within(where: str, settings: Iterable[str], text: str) -> Fault:
 
 def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
     """One of Pydantic's errors of a recipe of this class as a sentence."""
-    kind, given, way = fault["type"], fault["input"], [str(part) for part in fault["loc"]]
+    kind, value, way = fault["type"], fault["input"], [str(part) for part in fault["loc"]]
     if kind == "missing":
         return "is missing; this setting has no default"
     if kind == "extra_forbidden":
@@ -350,12 +350,12 @@ def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
                 else f"unknown setting; known: {', '.join(known)}")
     if kind == "literal_error":
         choices = allowed(way_to(recipe, ".".join(way))[-1])
-        near = nearest(str(given), choices)
-        return f"is {given!r}, must be one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
+        near = nearest(str(value), choices)
+        return f"is {value!r}, must be one of {', '.join(choices)}" + (f"; did you mean {near}?" if near else "")
     if kind == "model_type":
-        return f"is {given!r}, must be a group of settings; known: {', '.join(_known_at(recipe, way))}"
+        return f"is {value!r}, must be a group of settings; known: {', '.join(_known_at(recipe, way))}"
     message = re.sub(r"^(Input|List|String|Dictionary) should", "must", fault["msg"])
-    return f"is {given!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
+    return f"is {value!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
 
 
 def _known_at(recipe: type[Recipe], way: list[str]) -> Iterable[str]:

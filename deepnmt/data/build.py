@@ -57,12 +57,12 @@ def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], co
     writers: list[list[SideWriter]] = []
     for stem in stems:
         writers.append([SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)])
-    kept = np.flatnonzero(codes == KEPT)
+    rows = np.flatnonzero(codes == KEPT)
     encoded: list[Codes] = [np.zeros(0, dtype=np.uint8)]
     done = 0
     unknown = [0, 0]
     chosen = (pair for pair, code in zip(pairs, codes, strict=True) if code == KEPT)
-    for chunk in encode_pairs(chosen, job, min(workers, 1 + len(kept) // CHUNK), first):
+    for chunk in encode_pairs(chosen, job, min(workers, 1 + len(rows) // CHUNK), first):
         for sides, side_writers in zip(chunk.sides, writers, strict=True):
             for pieces, writer in zip(sides, side_writers):
                 writer.add(*pieces)
@@ -72,7 +72,7 @@ def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], co
         done += len(chunk.codes)
         progress(done)
     final = codes.copy()
-    final[kept] = np.concatenate(encoded)
+    final[rows] = np.concatenate(encoded)
     annotated: dict[str, dict[str, int]] = {}
     for setting, annotation in annotations.items():
         vocabs = Vocabulary(job.src_model), Vocabulary(job.trg_model)

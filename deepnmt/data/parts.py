@@ -235,22 +235,22 @@ def read_unit(work: Work, unit: Unit) -> None:
         raise UserError(faults[0])
     rules = rules_of(work.recipe, corpus, scored_sentences(corpora(work.recipe)))
     codes, hashes, near, overlap = apply_text_filters(_hashed(unit, corpus, digest), rules)
-    kept = np.flatnonzero(codes == KEPT).astype(np.uint32)
+    rows = np.flatnonzero(codes == KEPT).astype(np.uint32)
     arrays: dict[str, npt.NDArray[Any]] = {
-        "codes": codes, "sampled": kept[_sampled(work, hashes)], "overlap": np.array(overlap)}
+        "codes": codes, "sampled": rows[_sampled(work, hashes)], "overlap": np.array(overlap)}
     for name, values in (("", hashes), ("near_", near)):
         order = np.argsort(values, kind="stable")
-        arrays |= {f"{name}hashes": values[order], f"{name}rows": kept[order] if rules.near or not name else kept[:0]}
-    with folders.new_folder(target, KIND) as made, folders.reporting(target, KIND):
+        arrays |= {f"{name}hashes": values[order], f"{name}rows": rows[order] if rules.near or not name else rows[:0]}
+    with folders.new_folder(target, KIND) as temporary, folders.reporting(target, KIND):
         for name, array in arrays.items():
-            np.save(made / f"{name}.npy", array)
-        (made / "digest").write_text(digest.hexdigest(), encoding="utf-8")
+            np.save(temporary / f"{name}.npy", array)
+        (temporary / "digest").write_text(digest.hexdigest(), encoding="utf-8")
         if len(arrays["sampled"]):
             chosen = np.zeros(len(codes), dtype=bool)
             chosen[arrays["sampled"]] = True
-            copy_text(made, "sample", itertools.compress(pairs_of(unit, corpus), chosen.tolist()))
-        folders.entries_of(made, target, KIND)  # waits until they are on disk
-        made.rename(target)
+            copy_text(temporary, "sample", itertools.compress(pairs_of(unit, corpus), chosen.tolist()))
+        folders.entries_of(temporary, target, KIND)  # waits until they are on disk
+        temporary.rename(target)
 
 
 def _sampled(work: Work, hashes: Hashes) -> npt.NDArray[np.bool_]:
@@ -275,8 +275,8 @@ def encode_unit(work: Work, unit: Unit) -> None:
                            hashes_of_annotations, number])
     target = work.shard(unit)
     with folders.new_folder(target, KIND) as temporary:
-        if (found := joined["reusable"].get(key)) and Path(found).is_dir():
-            _link(Path(found), temporary)
+        if (shard := joined["reusable"].get(key)) and Path(shard).is_dir():
+            _link(Path(shard), temporary)
             with folders.reporting(target, KIND):
                 temporary.rename(target)
             return
@@ -320,13 +320,13 @@ def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
     if not annotated:
         yield Corpus(src=["-"], trg=["-"])
         return
-    with TemporaryDirectory() as made:
-        copies = {"src": [f"{made}/src"], "trg": [f"{made}/trg"], "tsv": []}
-        copy_text(Path(made), "pairs", pairs_of(unit, corpus))
+    with TemporaryDirectory() as temporary:
+        copies = {"src": [f"{temporary}/src"], "trg": [f"{temporary}/trg"], "tsv": []}
+        copy_text(Path(temporary), "pairs", pairs_of(unit, corpus))
         for side in ("src", "trg"):
-            Path(made, f"pairs.{side}.txt").rename(copies[side][0])
+            Path(temporary, f"pairs.{side}.txt").rename(copies[side][0])
         for column in corpus.annotations:
-            copies[column] = [f"{made}/{column}"]
+            copies[column] = [f"{temporary}/{column}"]
             lines = "".join(f"{line}\n" for _, _, line in lines_of(unit, column))
             Path(copies[column][0]).write_text(lines, encoding="utf-8", newline="\n")
         yield corpus.model_copy(update=copies)
@@ -397,23 +397,23 @@ def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], plac
            ) -> list[Unit]:
     """The units of a corpus, whose files are scanned; the first is number `place` of all."""
     scans: dict[str, list[Scan]] = {}
-    done = sum(found.bytes for found in scanned.values())
+    done = sum(counted.bytes for counted in scanned.values())
     for column, files in sides_of(corpus).items():
         before, scans[column] = 0, []
         for file in files:
             header = column == "tsv" and has_header(Path(file), columns_of(corpus))
-            found = scan(Path(file), before, step, header, _from(done, progress))
-            scanned[Path(file)] = found
-            scans[column].append(found)
-            before += found.lines
-            done += found.bytes
+            counted = scan(Path(file), before, step, header, _from(done, progress))
+            scanned[Path(file)] = counted
+            scans[column].append(counted)
+            before += counted.lines
+            done += counted.bytes
     return units_of(name, corpus, scans, step, place)
 
 
 def _input(file: Path, scanned: Mapping[Path, Scan]) -> dict[str, Any]:
     """A file in the manifest, as `prepare` has it there for text in one piece."""
-    found = scanned.get(file) or scan(file, 0, 1 << 62)
-    return {"name": file.name, "bytes": found.bytes, "sha256": found.sha256}
+    counted = scanned.get(file) or scan(file, 0, 1 << 62)
+    return {"name": file.name, "bytes": counted.bytes, "sha256": counted.sha256}
 
 
 def join(work: Work, units: Sequence[Unit]) -> None:
@@ -423,32 +423,32 @@ def join(work: Work, units: Sequence[Unit]) -> None:
     """
     recipe = work.recipe
     data, vocab, tags = recipe.data, recipe.vocab, tags_of(recipe)
-    with folders.new_folder(work.folder / "joined", KIND) as made:
+    with folders.new_folder(work.folder / "joined", KIND) as temporary:
         for unit in units:
-            work.array(unit, "codes").tofile(made / work.codes_file(unit).name)
+            work.array(unit, "codes").tofile(temporary / work.codes_file(unit).name)
         if data.filters.drop_duplicates:
-            _leave_out_duplicates(work, units, made, "", code_of("duplicate"), {unit.corpus for unit in units})
+            _leave_out_duplicates(work, units, temporary, "", code_of("duplicate"), {unit.corpus for unit in units})
         near = {unit.corpus for unit in units if cleaning_of(work.corpus(unit)).drop_near_duplicates}
         if near:
-            _leave_out_duplicates(work, units, made, "near_", code_of(NEAR), near)
-        _require_kept(work, units, made)
+            _leave_out_duplicates(work, units, temporary, "near_", code_of(NEAR), near)
+        _require_kept(work, units, temporary)
         earlier = [PreparedData.open(folder) for folder in data.reuse]
         texts = {name: text for name, text in corpora(recipe).items() if name != TRAIN}
-        codes = {name: copy_text(made, name, read_pairs(text, tags=False)) for name, text in texts.items()}
+        codes = {name: copy_text(temporary, name, read_pairs(text, tags=False)) for name, text in texts.items()}
         if vocab.model:
             check_vocabularies(Path(vocab.model))
             models = given_vocabularies(vocab, tags)
         elif earlier:
             models = _vocabulary_of(earlier[0], recipe, tags)
         else:
-            models = _learn_vocabulary(work, units, made, tags)
+            models = _learn_vocabulary(work, units, temporary, tags)
         vocabs: dict[str, dict[str, Any]] = {}
         for side, model in (("src", models[0]), ("trg", models[-1])):
-            (made / f"{side}.spm").write_bytes(model)
+            (temporary / f"{side}.spm").write_bytes(model)
             trained = Vocabulary(model)
             vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
         sizes, job = (vocabs["src"]["size"], vocabs["trg"]["size"]), EncodingJob(models[0], models[-1])
-        splits = {name: _encode_small(made, name, text, codes[name], job, sizes) for name, text in texts.items()}
+        splits = {name: _encode_small(temporary, name, text, codes[name], job, sizes) for name, text in texts.items()}
         reusable: dict[str, str] = {}
         for old in reversed(earlier):
             for corpus, entries in old.manifest.get("shards", {}).items():
@@ -456,9 +456,9 @@ def join(work: Work, units: Sequence[Unit]) -> None:
                     reusable[entry["key"]] = str(old.folder.absolute() / shard_name(corpus, number))
         sampling = [vocab.kind, data.subword_alpha] if data.subword_variants else []
         encoding = [vocabs, data.filters.model_dump(), data.subword_variants, sampling]
-        folders.entries_of(made, work.folder / "joined", KIND)
+        folders.entries_of(temporary, work.folder / "joined", KIND)
         shutil.rmtree(work.folder / "joined", ignore_errors=True)  # of a process that was killed after the next line
-        made.rename(work.folder / "joined")
+        temporary.rename(work.folder / "joined")
     write_json(work.folder / "joined.json", {"vocab": vocabs, "splits": splits, "encoding": encoding,
                                             "reusable": reusable})
 
@@ -471,8 +471,9 @@ def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: Enco
     return {**({} if "" in parts else {"corpora": parts}), **counts}
 
 
-def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path, kind: str, code: int, corpora: Collection[str]
-                          ) -> None:
+def _leave_out_duplicates(
+    work: Work, units: Sequence[Unit], folder: Path, kind: str, code: int, corpora: Collection[str]
+) -> None:
     """Marks the second and later copies of a pair in the order of the units, one range of hashes after another.
 
     Args:
@@ -498,24 +499,24 @@ def _leave_out_duplicates(work: Work, units: Sequence[Unit], made: Path, kind: s
                 again = rows[start:end][repeated[begin:begin + end - start]]
                 begin += end - start
                 if len(again) and unit.corpus in corpora:
-                    codes = np.memmap(made / work.codes_file(unit).name, np.uint8, "r+")
+                    codes = np.memmap(folder / work.codes_file(unit).name, np.uint8, "r+")
                     codes[again[codes[again] == KEPT]] = code
                     codes.flush()
             starts = ends
             progress(sum(ends))
 
 
-def _require_kept(work: Work, units: Sequence[Unit], made: Path) -> None:
+def _require_kept(work: Work, units: Sequence[Unit], temporary: Path) -> None:
     """Raises `UserError` if no pair of the text is kept, or of a corpus."""
-    kept: dict[str, bool] = {}
+    has_pairs: dict[str, bool] = {}
     for unit in units:
-        codes = np.fromfile(made / work.codes_file(unit).name, dtype=np.uint8)
-        kept[unit.corpus] = kept.get(unit.corpus, False) or bool(np.any(codes == KEPT))
-    _require_corpora(kept)
+        codes = np.fromfile(temporary / work.codes_file(unit).name, dtype=np.uint8)
+        has_pairs[unit.corpus] = has_pairs.get(unit.corpus, False) or bool(np.any(codes == KEPT))
+    _require_corpora(has_pairs)
 
 
-def _require_corpora(kept: Mapping[str, object]) -> None:
-    empty = [corpus or "the corpus" for corpus, pairs in kept.items() if not pairs]
+def _require_corpora(has_pairs: Mapping[str, object]) -> None:
+    empty = [corpus or "the corpus" for corpus, pairs in has_pairs.items() if not pairs]
     if empty:
         raise no_pairs_left(empty, TRAIN)
 
@@ -535,13 +536,13 @@ def _vocabulary_of(data: PreparedData, recipe: Recipe, tags: Sequence[str]) -> l
     return models[:1] if recipe.vocab.shared else models
 
 
-def _learn_vocabulary(work: Work, units: Sequence[Unit], made: Path, tags: Sequence[str]) -> list[bytes]:
+def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: Sequence[str]) -> list[bytes]:
     """The vocabulary, or that of the source and that of the target, from the sample that the units were read for."""
     vocab = work.recipe.vocab
     count = 0
     chosen: list[Indices] = []
     for unit in units:
-        codes = np.fromfile(made / work.codes_file(unit).name, dtype=np.uint8)
+        codes = np.fromfile(temporary / work.codes_file(unit).name, dtype=np.uint8)
         chosen.append(codes[work.array(unit, "sampled")] == KEPT)
         count += int(chosen[-1].sum())
     say_what_is_learned(vocab, count, work.lines)
@@ -582,13 +583,13 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
             parts[unit.corpus].append({name: count[name] for name in ("read", "pairs", "left_out", "overlap")})
         by_corpus = {corpus: _sum(some) for corpus, some in parts.items()}
         train = {"corpora": sizes, **train, "by_corpus": by_corpus}
-    with folders.new_folder(target, KIND) as made:
+    with folders.new_folder(target, KIND) as temporary:
         with folders.reporting(target, KIND):
-            _link(work.folder / "joined", made, leave=".codes")
+            _link(work.folder / "joined", temporary, leave=".codes")
             for unit in units:  # links, so that nothing is lost if this process is killed
-                (made / name_of(unit)).mkdir()
-                _link(work.shard(unit), made / name_of(unit))
-        publish(made, target, {"settings": prepared_settings(work.recipe), "vocab": joined["vocab"],
+                (temporary / name_of(unit)).mkdir()
+                _link(work.shard(unit), temporary / name_of(unit))
+        publish(temporary, target, {"settings": prepared_settings(work.recipe), "vocab": joined["vocab"],
                                "splits": {TRAIN: train, **joined["splits"]}, "inputs": index["inputs"],
                                "shards": shards})
 

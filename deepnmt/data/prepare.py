@@ -193,13 +193,13 @@ def _corpora_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: 
 def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
     """Name, size and hash of a corpus's files, without their folders, which differ between machines. Raises
     `UserError`."""
-    found = []
+    entries = []
     for file in input_files(corpus):
         try:
-            found.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
+            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
-    return found
+    return entries
 
 
 def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData) -> None:
@@ -321,10 +321,10 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     a random sample of them."""
     vocab = recipe.vocab
     most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
-    kept = np.flatnonzero(codes == KEPT)
+    rows = np.flatnonzero(codes == KEPT)
     chosen = np.zeros(len(codes), dtype=bool)
-    chosen[kept if len(kept) <= most else kept[random_order(len(kept), SEED)[:most]]] = True
-    say_what_is_learned(vocab, min(len(kept), most), len(kept))
+    chosen[rows if len(rows) <= most else rows[random_order(len(rows), SEED)[:most]]] = True
+    say_what_is_learned(vocab, min(len(rows), most), len(rows))
 
     def text(*sides: int) -> Iterator[str]:
         with show_pairs("vocabulary: reading", len(chosen)) as progress:

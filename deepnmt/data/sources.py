@@ -68,14 +68,14 @@ def scan(file: Path, before: int, step: int, header: bool = False, progress: Pro
         with file.open("rb") as stream:
             while block := stream.read(BLOCK):
                 digest.update(block)
-                found = 0 if packed else block.count(b"\n")
-                if (before + lines) // step != (before + lines + found) // step:
+                ends = 0 if packed else block.count(b"\n")
+                if (before + lines) // step != (before + lines + ends) // step:
                     end = -1
-                    for number in range(lines + 1, lines + found + 1):
+                    for number in range(lines + 1, lines + ends + 1):
                         end = block.index(b"\n", end + 1)
                         if (before + number) % step == 0:
                             marks[number] = size + end + 1
-                size, lines, last = size + len(block), lines + found, block[-1:]
+                size, lines, last = size + len(block), lines + ends, block[-1:]
                 progress(size)
         if by_rows(file):
             return Scan(size, digest.hexdigest(), count_rows(file), {})

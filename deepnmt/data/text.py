@@ -158,7 +158,7 @@ def files_of(names: Sequence[str]) -> list[str]:
     A folder that the package `datasets` saved is its Arrow files. A name that fits nothing stays as it is. Raises
     `UserError` where a folder has several data sets.
     """
-    found: list[str] = []
+    files: list[str] = []
     for name in names:
         path = Path(name)
         state, parts = path / "state.json", path / "dataset_dict.json"
@@ -167,15 +167,15 @@ def files_of(names: Sequence[str]) -> list[str]:
             raise UserError(f"{name} holds several data sets ({', '.join(one)}); name one of them: {path / one[0]}")
         if state.is_file():
             listed = json.loads(state.read_text(encoding="utf-8")).get("_data_files", [])
-            found += [str(path / entry["filename"]) for entry in listed]
+            files += [str(path / entry["filename"]) for entry in listed]
         elif path.is_dir():
             inside = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"]
-            found += sorted(map(str, inside)) or [name]
+            files += sorted(map(str, inside)) or [name]
         elif not path.exists() and glob.has_magic(name):
-            found += sorted(glob.glob(name)) or [name]
+            files += sorted(glob.glob(name)) or [name]
         else:
-            found.append(name)
-    return found
+            files.append(name)
+    return files
 
 
 def named_files(text: Corpus) -> list[Path]:

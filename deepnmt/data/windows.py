@@ -75,13 +75,13 @@ class Windows:
 
     def ranges(self, epoch: int, number: int) -> list[Range]:
         """The pairs of a window in the order of corpora and shards."""
-        found: list[Range] = []
+        ranges: list[Range] = []
         windows = self.windows(epoch)
         for corpus, (begin, count) in enumerate(zip(self._due.starts(epoch), self._due.counts(epoch), strict=True)):
             start, stop = (begin + count * end // windows for end in (number, number + 1))
-            found += self._between(corpus, start, stop)
+            ranges += self._between(corpus, start, stop)
         joined: list[Range] = []
-        for part in sorted(found):
+        for part in sorted(ranges):
             if joined and joined[-1][:2] == part[:2] and joined[-1].stop == part.start:
                 joined[-1] = joined[-1]._replace(stop=part.stop)
             else:

@@ -217,10 +217,11 @@ def score_lines(
     rows: list[tuple[int, list[int], list[int], Given]] = []
     for i, ((text, translations), number) in enumerate(zip(lines, numbers or range(1, len(lines) + 1))):
         source = [*cut(src_vocab.encode(text.strip()), limit, f"line {number}", "used", warn), EOS]
-        for given in translations:
-            ids = _ids(given, trg_vocab, number)
-            ids = cut(ids, limit, f"the translation of line {number}", "scored", warn) if given.ended else ids[:limit]
-            rows.append((i, source, [*ids, EOS] if given.ended else ids, given))
+        for translation in translations:
+            ids = _ids(translation, trg_vocab, number)
+            if translation.ended:
+                ids = [*cut(ids, limit, f"the translation of line {number}", "scored", warn), EOS]
+            rows.append((i, source, ids if translation.ended else ids[:limit], translation))
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)
     order = sorted((r for r in range(len(rows)) if rows[r][2]),
                    key=lambda r: (-max(len(rows[r][1]), len(rows[r][2])), r))
@@ -235,16 +236,18 @@ def score_lines(
             sources, targets = [rows[r][1] for r in batch], [rows[r][2] for r in batch]
             results_of_batch = _score(models, sources, targets, settings.ensemble, top)
             for r, (log_probs, padding, likeliest) in zip(batch, results_of_batch, strict=True):
-                ids, given = rows[r][2], rows[r][3]
+                ids, translation = rows[r][2], rows[r][3]
                 total = math.fsum(log_probs)
-                scored[r] = Scored(
-                    one_line(given.text), total / penalty.divisor(max(1, len(ids))), total, len(ids) - given.ended,
-                    given.ended, padding - total, _pieces(trg_vocab, ids, log_probs, likeliest) if pieces else [])
+                score = total / penalty.divisor(max(1, len(ids)))
+                length = len(ids) - translation.ended
+                its_pieces = _pieces(trg_vocab, ids, log_probs, likeliest) if pieces else []
+                scored[r] = Scored(one_line(translation.text), score, total, length, translation.ended,
+                                   padding - total, its_pieces)
             done += len(batch)
             progress(len(lines) * done // len(order))
     results: list[list[Scored]] = [[] for _ in lines]
-    for (i, *_), translation in zip(rows, scored, strict=True):
-        results[i].append(translation)
+    for (i, *_), result in zip(rows, scored, strict=True):
+        results[i].append(result)
     return results
 
 
@@ -259,11 +262,11 @@ def _pieces(
     return pieces
 
 
-def _ids(given: Given, vocab: Vocabulary, number: int) -> list[int]:
+def _ids(translation: Given, vocab: Vocabulary, number: int) -> list[int]:
     """The token ids of a translation, without eos."""
-    if given.pieces is None:
-        return vocab.encode(given.text.strip())
-    ids = vocab.to_ids(given.pieces)
+    if translation.pieces is None:
+        return vocab.encode(translation.text.strip())
+    ids = vocab.to_ids(translation.pieces)
     if ids is None:
         raise UserError(f"the translation of line {number} has pieces that are not in this model's vocabulary; score "
                         "its text, a translation a line, in place of its pieces")

@@ -97,11 +97,11 @@ def check_trained(
     if read_task_files(folder).get(SRC_VOCAB) != vocab.bytes:
         raise UserError(f"{where}, whose vocabulary is not that of the data; set vocab.model={recipe.train.init_from}, "
                         "and where data are prepared data.folder to a new folder")
-    found = model_in(folder).shapes
+    stored = model_in(folder).shapes
     for name, shape in shapes.items():
-        if not name.startswith("head.") and found.get(name) != shape:
+        if not name.startswith("head.") and stored.get(name) != shape:
             raise UserError(f"{where}, which does not hold the model of its {RECIPE}: {name} is "
-                            f"{list(found.get(name, ())) or 'missing'}, not {list(shape)}; give a checkpoint as "
+                            f"{list(stored.get(name, ())) or 'missing'}, not {list(shape)}; give a checkpoint as "
                             "training wrote it")
 
 
