@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -56,6 +56,16 @@ class PreparedFolder:
         self.folder, self.manifest = folder, manifest
 
     @classmethod
+    def settings(cls, recipe: Any) -> dict[str, Any]:
+        """What a folder depends on beside the texts."""
+        return prepared_settings(recipe)
+
+    @classmethod
+    def files(cls, recipe: Any) -> dict[str, list[Path]]:
+        """The files that a folder is made from, by split: train, valid and others."""
+        return {split: [Path(name) for name in files_of(getattr(recipe.data, split))] for split in SPLITS}
+
+    @classmethod
     def write(cls, recipe: Any, folder: Path) -> dict[str, dict[str, int]]:
         """Fills an empty folder from the recipe's texts; returns the counts of each split. Raises `UserError`."""
         raise NotImplementedError
@@ -74,10 +84,11 @@ class PreparedFolder:
             UserError: there is none, or it was made with other settings or from other files.
         """
         folder = Path(recipe.data.folder)
-        manifest = manifest_of_task(folder, prepared_settings(recipe), cls.kind)
-        for split in SPLITS if texts else ():
-            files = split_files(recipe, split)
-            if not all(file.is_file() for file in files):
+        manifest = manifest_of_task(folder, cls.settings(recipe), cls.kind)
+        named = cls.files(recipe) if texts else {}
+        for split in SPLITS:
+            files = named.get(split, [])
+            if not files or not all(file.is_file() for file in files):
                 continue
             then = manifest["inputs"][split]
             if cls.same_content:
@@ -101,12 +112,13 @@ class PreparedFolder:
             raise UserError(f"--part is {part}, but the data of task: {recipe.task} are prepared in one piece; "
                             "leave it out")
         folder = Path(recipe.data.folder)
-        inputs = inputs_of(recipe)
+        inputs = inputs_of(cls.files(recipe))
         if folder.is_dir() and any(folder.iterdir()):
             data = cls.open(recipe)
-            for split in SPLITS:
-                if _hashes(data.manifest["inputs"][split]) != _hashes(inputs[split]):
-                    raise UserError(f"{folder} was prepared from other files than data.{split} names; {REMEDY}")
+            then = {split: _hashes(entries) for split, entries in data.manifest["inputs"].items()}
+            now = {split: _hashes(entries) for split, entries in inputs.items()}
+            if then != now:
+                raise UserError(f"prepared data {folder} was made from other texts than the recipe names; {REMEDY}")
             data.verify()
             print_status(f"{folder} is up to date")
             return folder
@@ -115,10 +127,10 @@ class PreparedFolder:
             folders.recover_after_kill(target.parent, glob.escape(target.name))
             with folders.new_folder(target, cls.kind) as temporary:
                 splits = cls.write(recipe, temporary)
-                if inputs_of(recipe) != inputs:
+                if inputs_of(cls.files(recipe)) != inputs:
                     raise UserError("a text changed while it was prepared, so nothing was kept; wait until nothing "
                                     "writes it any more, and prepare it again")
-                facts = {"format": cls.kind.formats[0], "settings": prepared_settings(recipe), "inputs": inputs,
+                facts = {"format": cls.kind.formats[0], "settings": cls.settings(recipe), "inputs": inputs,
                          "splits": splits}
                 folders.publish(temporary, target, folders.entries_of(temporary, target, cls.kind), facts, cls.kind)
         for split, counts in splits.items():
@@ -167,19 +179,15 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
-def split_files(recipe: Recipe, split: str) -> list[Path]:
-    """The files that `data.train` or `data.valid` names."""
-    return [Path(name) for name in files_of(getattr(recipe.data, split))]
-
-
-def inputs_of(recipe: Recipe) -> dict[str, list[dict[str, Any]]]:
+def inputs_of(files: Mapping[str, Iterable[Path]]) -> dict[str, list[dict[str, Any]]]:
     """Name, size and hash of the files of each split. Raises `UserError` if one is not there."""
-    inputs: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-    for split, entries in inputs.items():
-        for file in split_files(recipe, split):
+    inputs: dict[str, list[dict[str, Any]]] = {}
+    for split, some in files.items():
+        inputs[split] = []
+        for file in some:
             if not file.is_file():
-                raise UserError(f"data.{split}: there is no file {file}; correct its path")
-            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
+                raise UserError(f"there is no text file {file}; correct its path in data.{split}")
+            inputs[split].append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
     return inputs
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from deepnmt.data.arrays import Side, SideWriter
-from deepnmt.data.task_folder import SPLITS, PreparedFolder, kind_of_folder, split_files, write_vocabulary
+from deepnmt.data.task_folder import SPLITS, PreparedFolder, kind_of_folder, write_vocabulary
 from deepnmt.data.text import read_lines
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -83,7 +83,7 @@ def read_units(recipe: MaskedRecipe, split: str) -> Iterator[tuple[str, list[str
     Raises:
         UserError: a file cannot be read, or is no text; a line or a document is empty; a text has none.
     """
-    files, whole = split_files(recipe, split), recipe.data.unit == "documents"
+    files, whole = PreparedText.files(recipe)[split], recipe.data.unit == "documents"
     empty = True
     for file in files:
         begin, document = 1, []
