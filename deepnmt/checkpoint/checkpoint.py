@@ -367,8 +367,13 @@ def verify_model(folder: Path) -> None:
         verify_files(folder, (MOMENTS,))
 
 
-def open_model(folder: Path, which: Which = "auto", task: str | None = None) -> tuple[Path, Recipe]:
+def open_model(
+    folder: Path, which: Which = "auto", task: str | None = None, alone: bool = False
+) -> tuple[Path, Recipe]:
     """The checkpoint of a folder or a run (see `find_checkpoint`), whose model is undamaged, and its recipe.
+
+    Args:
+        alone: whether it may be a decoder by itself that translates, too.
 
     Raises:
         UserError: there is none, it is damaged, needs another plug-in than there is, or is of another than `task`.
@@ -378,7 +383,7 @@ def open_model(folder: Path, which: Which = "auto", task: str | None = None) -> 
     recipe = load_recipe(checkpoint / RECIPE)
     if recipe.model_has_plugins:
         require_same(recipe.plugins, checkpoint)
-    if task is not None and recipe.task != task:
+    if task is not None and recipe.task != task and not (alone and recipe.translates):
         raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of {task}; give another "
                         "checkpoint")
     return checkpoint, recipe
@@ -391,14 +396,17 @@ def load_weights_into(build: Callable[[Callable[[nn.Module], None]], Module], ch
     return model.eval()
 
 
-def load_model(folder: Path, which: Which = "auto") -> LoadedModel:
+def load_model(folder: Path, which: Which = "auto", alone: bool = False) -> LoadedModel:
     """Loads the model of a checkpoint, or of a run (see `find_checkpoint`).
+
+    Args:
+        alone: see `open_model`.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, or its weights do not fit its recipe (the message names the
             first such tensor).
     """
-    checkpoint, recipe = open_model(folder, which, "translation")
+    checkpoint, recipe = open_model(folder, which, "translation", alone)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
     if difference := shapes_differ(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "

@@ -1189,6 +1189,11 @@ class Recipe(Section):
     """How many of the last checkpoints are averaged for the final scores; at most `train.keep_last`."""
 
     @property
+    def translates(self) -> bool:
+        """Whether its model translates text."""
+        return self.task == "translation"
+
+    @property
     def model_has_plugins(self) -> bool:
         """Whether a model of it needs a plug-in: whether a name is none of deepnmt's, those for cleaning a text aside.
         """

@@ -15,7 +15,7 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, load_model, require_model
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.packed import pack
 from deepnmt.decode.search import Searcher
-from deepnmt.decode.steppers import CachedStepper, Ensemble, MakeStepper, Mean
+from deepnmt.decode.steppers import Ensemble, MakeStepper, Mean, stepper_of
 from deepnmt.errors import UserError
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
@@ -51,14 +51,15 @@ class Models:
     @property
     def stepper(self) -> MakeStepper:
         """The way to compute the next logits, for the first of `all`."""
-        return partial(Ensemble, others=self.all[1:], mean=self.mean) if self.members[1:] else CachedStepper
+        return partial(Ensemble, others=self.all[1:], mean=self.mean) if self.members[1:] else stepper_of
 
 
 def load_models(
-    folders: Folders, settings: config.Translate, ranks: Ranks, expected: config.Model | None = None
+    folders: Folders, settings: config.Translate, ranks: Ranks, expected: config.Model | None = None,
+    alone: bool = False,
 ) -> Models:
     """Loads one model or several; raises `UserError` if vocabularies differ, and see `load_for_search`."""
-    members = [load_for_search(Path(folder), settings, ranks, expected)
+    members = [load_for_search(Path(folder), settings, ranks, expected, alone)
                for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
     first = members[0]
     if settings.backend != "torch":
@@ -75,14 +76,14 @@ def load_models(
 
 
 def load_for_search(
-    folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None
+    folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None, alone: bool = False
 ) -> LoadedModel:
     """Loads a model in the precision and on the device of a search; rank 0 warns of an outdated average.
 
     Raises:
         UserError: see `load_model`; the model is not the one `expected`.
     """
-    loaded = load_model(folder)
+    loaded = load_model(folder, alone=alone)
     require_model(loaded.folder, expected)
     if ranks.first:
         warn_if_outdated(loaded.folder)
@@ -112,4 +113,10 @@ def cast_weights(model: Transformer, precision: str) -> Transformer:
 
 def max_length(model: Transformer) -> int:
     """The setting `model.max_length`, eos included."""
-    return model.encoder.input.positions.size(0)
+    return model.decoder.input.positions.size(0)
+
+
+def longest_source(model: Transformer) -> int:
+    """Tokens of the longest source that is read, eos included. A decoder by itself has source and translation within
+    `model.max_length`, half of it for each."""
+    return max_length(model) // (1 if "encoder" in model.sides else 2)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from deepnmt.model.cache import Cache
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -66,6 +68,66 @@ class CachedStepper:
         self._cache.select(sentences)
 
 
+class PromptStepper:
+    """The same for a decoder by itself, which reads eos and the source's pieces before its hypotheses.
+
+    Sentences of equal length share a cache, so that nothing is padded and every kind of positions is right. Takes the
+    arguments of `CachedStepper`; few lengths are fast.
+    """
+
+    def __init__(self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> None:
+        self._model, self._beams = model, beams
+        self._groups: list[tuple[list[int], Cache, int]] = []  # the sentences' rows, and the steps there is room for
+        lengths, limit = src_lengths.tolist(), model.decoder.input.positions.size(0)
+        for length, rows in groupby(range(len(lengths)), key=lengths.__getitem__):
+            sentences = list(rows)
+            end = min(limit, length + max_steps)
+            cache = model.start_alone(len(sentences), end, beams)
+            prompts = src[sentences, :length].roll(1, 1)  # the eos behind a source is what comes before it
+            for tokens in prompts.unbind(1):
+                model.step(tokens, cache)
+            self._groups.append((sentences, cache, end))
+        self._first = True
+
+    def step(self, tokens: Tensor) -> Tensor:
+        vocab = len(self._model.output_weight)
+        by_sentence = tokens.view(-1, self._beams)
+        logits = self._model.output_weight.new_zeros(len(by_sentence), self._beams, vocab)
+        for sentences, cache, end in self._groups:
+            if cache.position == end:  # these are at their limits, and the search looks at them no more
+                continue
+            given = by_sentence[sentences]
+            if self._first:  # all hypotheses of a sentence are still equal
+                logits[sentences] = self._model.logits(self._model.step(given[:, 0], cache))[:, None]
+            else:
+                found = self._model.logits(self._model.step(given.flatten(), cache))
+                logits[sentences] = found.view(len(sentences), self._beams, vocab)
+        self._first = False
+        return logits.flatten(0, 1)
+
+    def reorder(self, rows: Tensor) -> None:
+        parents = rows.view(-1, self._beams) % self._beams
+        for sentences, cache, _ in self._groups:
+            first = torch.arange(0, len(sentences) * self._beams, self._beams, device=rows.device)[:, None]
+            cache.reorder((first + parents[sentences]).flatten())
+
+    def select(self, sentences: Sequence[int]) -> None:
+        groups = []
+        for rows, cache, end in self._groups:
+            place = {row: index for index, row in enumerate(rows)}
+            stay = [number for number, sentence in enumerate(sentences) if sentence in place]
+            if stay:
+                cache.select([place[sentences[number]] for number in stay])
+                groups.append((stay, cache, end))
+        self._groups = groups
+
+
+def stepper_of(model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Stepper:
+    """The stepper of a model with an encoder, or of a decoder by itself; see `CachedStepper`."""
+    kind: MakeStepper = CachedStepper if "encoder" in model.sides else PromptStepper
+    return kind(model, src, src_lengths, beams, max_steps)
+
+
 class Ensemble:
     """Several models that extend the same hypotheses, each with a cache: `mean_logits` of their logits.
 
@@ -76,7 +138,7 @@ class Ensemble:
         self, model: Transformer, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int,
         others: Sequence[Transformer], mean: Mean,
     ) -> None:
-        self._members = [CachedStepper(each, src, src_lengths, beams, max_steps) for each in (model, *others)]
+        self._members = [stepper_of(each, src, src_lengths, beams, max_steps) for each in (model, *others)]
         self._mean = mean
 
     def step(self, tokens: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
 from deepnmt.decode.formats import WRITERS, open_output
 from deepnmt.decode.journal import open_outputs, parts_folder
 from deepnmt.decode.mbr import chrf, expected_chrf
-from deepnmt.decode.models import Folders, Models, load_models, max_length
+from deepnmt.decode.models import Folders, Models, load_models, longest_source, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
 from deepnmt.decode.search import (
     Candidate,
@@ -45,7 +45,7 @@ from deepnmt.decode.search import (
     make_sampler,
 )
 from deepnmt.decode.sharing import in_chunks, share
-from deepnmt.decode.steppers import CachedStepper, MakeStepper
+from deepnmt.decode.steppers import MakeStepper, stepper_of
 from deepnmt.device import free_memory, release
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.folders import hash_of, read_manifest
@@ -151,7 +151,10 @@ def translate_files(
     if part != WHOLE and lines_out and lines_out.exists() and not parts_folder(lines_out).exists():
         print_status(f"{lines_out} is there already; remove it to have it made again")
         return 0
-    models = load_models(folders, settings, ranks, expected)
+    models = load_models(folders, settings, ranks, expected, alone=True)
+    if alignments and "encoder" not in models.all[0].sides:
+        raise UserError(f"--alignments {alignments}: alignments are from cross-attention, but the model of "
+                        f"{models.members[0].folder} is a decoder by itself, without it; leave the option out")
     at_once = source == target == "-" and not beside and _is_pipe(sys.stdin)
     chunks: Iterable[Sequence[tuple[str, ...]]]
     if at_once:
@@ -293,7 +296,7 @@ def translate_shards(
     references: Iterable[str] | None = None,
     judge: Judge | None = None,
     seed: int = 1,
-    stepper: MakeStepper = CachedStepper,
+    stepper: MakeStepper = stepper_of,
     searcher: Searcher | None = None,
     aligned: bool = False,
     progress: Progress = no_progress,
@@ -328,7 +331,7 @@ def translate_lines(
     judge: Judge | None = None,
     seed: int = 1,
     numbers: Iterable[int] | None = None,
-    stepper: MakeStepper = CachedStepper,
+    stepper: MakeStepper = stepper_of,
     searcher: Searcher | None = None,
     aligned: bool = False,
     progress: Progress = no_progress,
@@ -364,11 +367,12 @@ def translate_lines(
     wanted, settings = settings.nbest, settings.model_copy(update={"nbest": max(settings.nbest, settings.candidates)})
     begins = list(prefixes) if prefixes is not None else [""] * len(texts)
     ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    limit = max_length(model)
+    limit, most_read = max_length(model), longest_source(model)
+    setting = "model.max_length" if most_read == limit else "half of model.max_length"
     sources: list[list[int]] = []  # token ids with eos; none for an empty line
     given: list[list[int]] = []  # token ids
     for text, begin, number in zip(texts, begins, ids, strict=True):
-        pieces = cut(src_vocab.encode(text.strip()), limit, f"line {number}", "translated", warn)
+        pieces = cut(src_vocab.encode(text.strip()), most_read, f"line {number}", "translated", warn, setting)
         words = src_vocab.split_tags(text.strip())[1]  # a line of tags alone is empty
         sources.append([*pieces, EOS] if pieces and words else [])
         given.append(cut(trg_vocab.encode(begin.strip()), limit, f"the prefix of line {number}", "used", warn)
@@ -465,11 +469,14 @@ def _aligned(
     return [replace(h, alignment=alignment) for h, alignment in zip(hypotheses, links, strict=True)]
 
 
-def cut(ids: list[int], limit: int, name: str, used: str, warn: bool) -> list[int]:
-    """At most `limit` - 1 token ids, so that eos fits; warns of others, which are not `used`."""
+def cut(
+    ids: list[int], limit: int, name: str, used: str, warn: bool, setting: str = "model.max_length"
+) -> list[int]:
+    """At most `limit` - 1 token ids, so that eos fits; warns of others, which are not `used`. `setting`: the limit's
+    name."""
     if warn and len(ids) >= limit:
-        log.warning("%s has %d tokens; only its first %d are %s (model.max_length is %d)",
-                    name, len(ids), limit - 1, used, limit)
+        log.warning("%s has %d tokens; only its first %d are %s (%s is %d)",
+                    name, len(ids), limit - 1, used, setting, limit)
     return ids[: limit - 1]
 
 
@@ -528,7 +535,7 @@ def search_batch(
 
 def most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
     """The longest translation of a sentence of `length` tokens that begins with `given` ones."""
-    longest = max_length(model)
+    longest = max_length(model) - (0 if "encoder" in model.sides else length)
     return min(longest, max(given + 1, int(min(settings.max_ratio * length, longest)) + settings.max_extra))
 
 

@@ -155,7 +155,7 @@ def _translate_sets(
     recipe: Recipe, folders: Folders, sets: Sequence[EvaluationSet], ranks: Ranks, expected: Model | None
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """The translations of test sets, and what is said in the scores of the model that they are by."""
-    models = load_models(folders, recipe.translate, ranks, expected)
+    models = load_models(folders, recipe.translate, ranks, expected, alone=True)
     if ranks.first:
         what = "running average of the weights" if has_average(models.members[0].folder) else "model"
         print_status(f"scoring the {what} of {', '.join(str(member.folder) for member in models.members)}")

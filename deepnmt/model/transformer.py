@@ -269,13 +269,13 @@ class Transformer(nn.Module):
             return self.bands.log_probabilities(hidden, self.output_weight)
         return F.linear(hidden, self.output_weight).float().log_softmax(-1)
 
-    def start_alone(self, sentences: int, max_steps: int) -> Cache:
-        """The cache to continue texts without an encoder, for at most `max_steps` steps. Raises ValueError if those
-        exceed `model.max_length`."""
+    def start_alone(self, sentences: int, max_steps: int, beams: int = 1) -> Cache:
+        """The cache to continue texts without an encoder with K = `beams` hypotheses each, for at most `max_steps`
+        steps. Raises ValueError if those exceed `model.max_length`."""
         self._require_room(max_steps)
         layers, (width, heads, _) = len(self.decoder_layers), self.shape
-        past = self.output_weight.new_empty(layers, 2, sentences, heads, max_steps, width // heads)
-        return Cache(past, [], None, 1)
+        past = self.output_weight.new_empty(layers, 2, sentences, heads, max_steps * beams, width // heads)
+        return Cache(past, [], None, beams)
 
     def _require_room(self, max_steps: int) -> None:
         limit = self.decoder.input.positions.size(0)
@@ -301,7 +301,8 @@ class Transformer(nn.Module):
         """The memory of decoding one sentence of `length` tokens, in bytes: `start_cache`'s keys and values of `steps`
         positions, and what a step and a search make beside them."""
         (width, _, inner), vocab, size = self.shape, len(self.output_weight), self.output_weight.element_size()
-        cached = 2 * len(self.decoder_layers) * (length + steps * beams) * width * size
+        positions = length + steps * beams if "encoder" in self.sides else (length + steps) * beams
+        cached = 2 * len(self.decoder_layers) * positions * width * size
         cached += 2 * steps * beams**2 * size  # which hypothesis continues which, and its copy when they are reordered
         # a layer at work, in the encoder with its FFN; logits, their fp32 copy, and what ranks them; tokens
         return cached + max(length, beams) * (8 * width + 2 * inner) * size + beams * (vocab * (size + 10) + 40 * steps)

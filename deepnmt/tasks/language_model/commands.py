@@ -1,26 +1,76 @@
-"""The commands for a trained language model: `evaluate`, `score`, `sample`, `export`, `import`, `new`."""
+"""The commands for a trained language model: `translate`, `evaluate`, `score`, `sample`, `export`, `import`, `new`."""
 
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, plain_parser, positive, recipe_parser, settable
 from deepnmt.commands import TEXT, Claim, Command
-from deepnmt.commands.options import CHECKPOINT, checkpoint_of, processes_of
+from deepnmt.commands.options import CHECKPOINT, ENSEMBLE, checkpoint_of, checkpoints_of, processes_of
+from deepnmt.config import Recipe
+from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
+from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
 
+def _require_pairs(recipe: Recipe, command: str, wanted: bool) -> None:
+    """Raises `UserError` if the recipe is not of pairs, or if it is, where those are not `wanted`."""
+    if wanted and not recipe.translates:
+        raise UserError(f"{command} needs a model that was trained on pairs, but data.train of the recipe is a text of "
+                        "one side; use deepnmt sample, or train on pairs, src and trg")
+    if recipe.translates and not wanted:
+        raise UserError(f"{command} is of texts of one side, but data.train of the recipe is pairs; use deepnmt "
+                        "translate or evaluate")
+
+
+def translate(words: list[str]) -> None:
+    """Translate a text with a language model of pairs."""
+    parser = recipe_parser(
+        "translate",
+        "Translates a text line by line with a decoder by itself that was trained on pairs. The recipe's translate\n"
+        "section sets the search, and translate.NAME=VALUE changes it for this call.\n"
+        "A file appears when it is complete; until then FILE.parts has what is done, and the same command goes on.\n\n"
+        "Reads a checkpoint of the run, and a file or standard input. Writes a file or standard output.\n"
+        "Runs as one process, or as several under deepspeed, torchrun or srun.",
+        "deepnmt translate runs/pairs --input in.txt --output out.txt\n"
+        "deepnmt translate runs/pairs --input in.txt translate.beam=8",
+    )
+    add = parser.add_argument
+    add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
+        "(default: standard input)")
+    add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
+    add("--part", metavar="I/N", help="translate part I of N, on as many machines as there are")
+    add("--format", default="text", choices=list(FORMATS), help="as for task: translation (default text)")
+    add("--prefix", metavar="FILE", help="what each translation begins with, a line for each of the input")
+    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    args, recipe = parse(parser, words)
+    settable(args, "translate", "a trained model translates as it is", recipe=type(recipe))
+    _require_pairs(recipe, "translate", True)
+    checkpoints = checkpoints_of(args.checkpoint, recipe)
+    from deepnmt.data.parts import WHOLE, Part
+    from deepnmt.decode.translate import judge_of, translate_files
+
+    part = Part.parse(args.part) if args.part else WHOLE
+    with processes_of(recipe) as ranks:
+        translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
+                        judge=judge_of(recipe), output_format=args.format, seed=recipe.seed, part=part, ranks=ranks,
+                        expected=expected_model(args, recipe, checkpoints))
+
+
 def evaluate(words: list[str]) -> None:
-    """Measure a language model's perplexity on test texts."""
+    """Measure a language model's perplexity on test texts, or score its translations."""
     parser = recipe_parser(
         "evaluate",
         "Measures a language model on the recipe's test texts, or the validation text if it has none: perplexity a\n"
         "word and a token, and bits a byte. A window of data.block tokens slides over the text, and with --context N\n"
-        "each token is predicted from at least N before it.\n\n"
-        "Reads a checkpoint of the run and the prepared text. Prints a table and writes RUN/perplexity.json.\n"
+        "each token is predicted from at least N before it.\n"
+        "A model of pairs translates the test sets instead, and SacreBLEU scores the translations.\n\n"
+        "Reads a checkpoint of the run and the prepared text, or the test sets. Prints a table and writes\n"
+        "RUN/perplexity.json, or RUN/scores.json.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/my\n"
         "deepnmt evaluate runs/my --checkpoint best --context 400 data.block=512\n"
@@ -31,14 +81,38 @@ def evaluate(words: list[str]) -> None:
         "several (default: all of data.test)")
     add("--context", type=int, default=0, metavar="N", help="tokens before each that it is predicted from at least, "
         "below data.block (default 0: windows that do not overlap)")
+    add("--metric", action="append", metavar="NAME", help=f"of pairs: {either([*METRICS, *METRIC_FAMILIES])}; repeat "
+        "it for several (default: bleu, chrf, ter)")
     add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
     args, recipe = parse(parser, words)
     settable(args, "evaluate", "a trained model predicts as it is", recipe=type(recipe))
+    for name, of_pairs in (("context", False), ("metric", True)):
+        if getattr(args, name) and recipe.translates != of_pairs:
+            raise UserError(f"--{name} is of {'pairs' if of_pairs else 'texts of one side'}, but the recipe has "
+                            f"{'texts of one side' if of_pairs else 'pairs'}; leave it out")
+    if recipe.translates:
+        _score_translations(args, recipe)
+        return
     from deepnmt.tasks.language_model.scoring import evaluate_run
 
     with processes_of(recipe) as ranks:
         table = evaluate_run(recipe, args.test, args.context, checkpoint_of(args.checkpoint, recipe), ranks,
                              expected_model(args, recipe, args.checkpoint))
+        if ranks.first:
+            print(table)
+
+
+def _score_translations(args: Namespace, recipe: Recipe) -> None:
+    """Prints the scores of a model of pairs on test sets."""
+    from deepnmt.evaluate.evaluate import evaluate_run
+
+    if unknown := [name for name in args.metric or () if name not in (*METRICS, *METRIC_FAMILIES)]:
+        raise UserError(f"--metric is {unknown[0]!r}, must be one of {', '.join((*METRICS, *METRIC_FAMILIES))}")
+    metrics = metrics_called(args.metric or METRICS.where(lambda metric: metric.usual))
+    checkpoint = checkpoint_of(args.checkpoint, recipe)
+    with processes_of(recipe) as ranks:
+        table = evaluate_run(recipe, args.test, checkpoints=[checkpoint] if checkpoint else [], metrics=metrics,
+                             expected=expected_model(args, recipe, args.checkpoint), ranks=ranks)
         if ranks.first:
             print(table)
 
@@ -61,6 +135,7 @@ def score(words: list[str]) -> None:
     add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
     args, recipe = parse(parser, words)
     settable(args, "score", "a trained model scores as it is", recipe=type(recipe))
+    _require_pairs(recipe, "score", False)
     from deepnmt.tasks.language_model.scoring import score_file
 
     with processes_of(recipe) as ranks:
@@ -89,6 +164,7 @@ def sample(words: list[str]) -> None:
     add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
     args, recipe = parse(parser, words)
     settable(args, "sample", "a trained model continues as it is", recipe=type(recipe))
+    _require_pairs(recipe, "sample", False)
     positive(args, "tokens", "count")
     if args.temperature <= 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise UserError(f"--temperature is {args.temperature:g}, --top-k {args.top_k} and --top-p {args.top_p:g}; "
@@ -179,6 +255,6 @@ def _is_ours(words: Sequence[str]) -> bool:
 
 
 GROUP = TEXT
-COMMANDS: dict[str, Command] = {"evaluate": evaluate, "score": score, "sample": sample, "export": export,
-                                "import": import_model, "new": new}
+COMMANDS: dict[str, Command] = {"translate": translate, "evaluate": evaluate, "score": score, "sample": sample,
+                                "export": export, "import": import_model, "new": new}
 CLAIMS: dict[str, Claim] = {"import": _is_ours, "new": _has_text}

@@ -54,7 +54,7 @@ def figures(nll: float, counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def validate(recipe: Recipe, data: PreparedText, engine: Engine, ranks: Ranks) -> Validation:
-    """The loss over the validation text, in blocks as training has them. Collective."""
+    """The loss over the validation text, in blocks as training has them; of pairs, over the targets. Collective."""
     blocks = blocks_of(recipe, data, "valid")
     plan = plan_eval(blocks.src_lengths, blocks.trg_lengths, recipe.batch.tokens)
     shares = sum_losses(plan, lambda rows, device: blocks.batch(rows, 0, device), engine, ranks)

@@ -5,8 +5,9 @@
     src.spm, trg.spm                the vocabulary, twice, so that `vocab.model` finds it
     manifest.json                   settings, inputs, counts, sizes and hashes of the files
 
-Every line ends with eos. What a document's first token is predicted from is eos, too. `B` blocks, `T` tokens of the
-longest.
+Every line ends with eos. What a document's first token is predicted from is eos, too. A pair is a document: source,
+bos, target, eos. No text has the token bos, so it separates them whatever is in the text, and a search begins behind it
+as behind that of any decoder. `B` blocks, `T` tokens of the longest.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from deepnmt.data.arrays import OFFSET, TOKENS, Indices, Lengths, SideWriter, ar
 from deepnmt.data.batching import Sentences, Stream, Text
 from deepnmt.data.prepare import only_one_process
 from deepnmt.data.prepared import REMEDY, manifest_of_task
-from deepnmt.data.text import files_of, read_lines
+from deepnmt.data.text import files_of, pair_files, read_lines, side_by_side
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
 from deepnmt.device import upload
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.progress import print_status, show_progress
-from deepnmt.tasks.language_model.settings import LanguageRecipe, Texts
-from deepnmt.tokens import EOS, PAD, UNK
+from deepnmt.tasks.language_model.settings import LanguageRecipe, TextFiles, Texts
+from deepnmt.tokens import BOS, EOS, PAD, UNK
 
 FORMAT = "deepnmt-text"
 KIND = folders.Kind("prepared text", (FORMAT,), "delete the folder and run deepnmt prepare again",
@@ -54,11 +55,12 @@ def texts_of(recipe: Recipe) -> Texts:
 
 
 class Line(NamedTuple):
-    """A line, and where it is; `text` is None where a document ends."""
+    """A line, and where it is; `text` is None where a document ends. `source`: of a pair, whose target it is."""
 
     text: str | None
     file: str
     number: int
+    source: str | None = None
 
 
 def read_documents(files: Sequence[str], apart: bool) -> Iterator[Line]:
@@ -87,14 +89,43 @@ def read_documents(files: Sequence[str], apart: bool) -> Iterator[Line]:
             yield Line(None, name, number)
 
 
+def read_joined(files: Sequence[str]) -> Iterator[Line]:
+    """The targets of pairs, files of sources and of targets in turn, with their sources; a document ends behind each.
+
+    Raises:
+        UserError: a file cannot be read, is no text or has none; a line is empty; or two files differ in their numbers
+            of lines.
+    """
+    for source, target in zip(files[::2], files[1::2], strict=True):
+        number = 0
+        pairs = side_by_side(read_lines(Path(source)), read_lines(Path(target)), source, target)
+        for number, (src, trg) in enumerate(pairs, 1):
+            for side, text, file in (("source", src, source), ("target", trg, target)):
+                if not text.strip():
+                    raise UserError(f"{file}, line {number}: the {side} is empty; leave the pair out")
+            yield Line(trg.strip(), target, number, src.strip())
+            yield Line(None, target, number)
+        if not number:
+            raise UserError(f"there is no text in {source} and {target}; give other files, or leave them out")
+
+
+def lines_of(recipe: Recipe, files: Sequence[str]) -> Iterator[Line]:
+    """The lines of a split's files. Raises `UserError`, see `read_joined` and `read_documents`."""
+    data = texts_of(recipe)
+    return read_joined(files) if data.pairs else read_documents(files, data.documents)
+
+
 # -- preparing ---------------------------------------------------------------------------------------------------------
 
 
 def splits_of(recipe: Recipe) -> dict[str, list[str]]:
-    """The files of each split. Raises `UserError` if one is not there."""
+    """The files of each split; of pairs, sources and targets in turn, without test sets, which are translated as they
+    are. Raises `UserError` if one is not there."""
     data = texts_of(recipe)
-    named = {"train": data.train, "valid": data.valid, **{f"test.{name}": text for name, text in data.test.items()}}
-    splits = {name: files_of(files) for name, files in named.items()}
+    named = {"train": data.train, "valid": data.valid}
+    if not data.pairs:
+        named |= {f"test.{name}": text for name, text in data.test.items()}
+    splits = {name: files_in(text) for name, text in named.items()}
     for name, files in splits.items():
         for file in files:
             if not Path(file).is_file():
@@ -102,9 +133,17 @@ def splits_of(recipe: Recipe) -> dict[str, list[str]]:
     return splits
 
 
+def files_in(text: TextFiles) -> list[str]:
+    """The files of a text; of pairs, sources and targets in turn. Raises `UserError` if not each has its other side."""
+    return pair_files(text) if text.pairs else files_of(text.trg)
+
+
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     """What a folder depends on beside the texts."""
-    vocab, settings = recipe.vocab, {"data.documents": texts_of(recipe).documents}
+    vocab, data = recipe.vocab, texts_of(recipe)
+    settings: dict[str, Any] = {"data.documents": data.documents}
+    if data.pairs:  # folders of texts say nothing of it
+        settings["data.train"] = "pairs"
     if vocab.model is not None:
         return {**settings, "vocab.model": True}
     names = ("kind", "size", "byte_fallback", "character_coverage", "max_sentences")
@@ -153,16 +192,15 @@ def _inputs(splits: dict[str, list[str]]) -> dict[str, list[dict[str, Any]]]:
 
 def _build(recipe: Recipe, splits: dict[str, list[str]], folder: Path) -> dict[str, Any]:
     """Fills an empty folder, and returns the contents of its manifest."""
-    documents = texts_of(recipe).documents
     for files in splits.values():  # so that faults come before the long work
-        for _ in read_documents(files, documents):
+        for _ in lines_of(recipe, files):
             pass
     vocab = Vocabulary(_vocabulary(recipe, splits["train"]))
     if (bands := recipe.model.bands) and bands[-1] >= vocab.size:
         raise UserError(f"model.bands is {bands}, but the vocabulary has {vocab.size} pieces; set the last one lower")
     for file in (SRC_VOCAB, TRG_VOCAB):
         (folder / file).write_bytes(vocab.bytes)
-    counts = {name: _encode(folder, name, files, documents, vocab) for name, files in splits.items()}
+    counts = {name: _encode(recipe, folder, name, files, vocab) for name, files in splits.items()}
     return {"settings": prepared_settings(recipe), "splits": counts,
             "vocab": {"size": vocab.size, "sha256": vocab.fingerprint}}
 
@@ -171,7 +209,7 @@ def _vocabulary(recipe: Recipe, files: Sequence[str]) -> bytes:
     """The vocabulary that `vocab.model` names, or one learned from the first lines of the training text."""
     if recipe.vocab.model is not None:
         return given_vocabularies(recipe.vocab, [])[0]
-    lines = (line.text for line in read_documents(files, texts_of(recipe).documents) if line.text)
+    lines = (text for line in lines_of(recipe, files) for text in (line.source, line.text) if text)
     parts = (part for line in islice(lines, recipe.vocab.max_sentences) for part in _parts(line))
     return train_vocabulary(parts, recipe.vocab)
 
@@ -187,19 +225,23 @@ def _parts(line: str) -> Iterator[str]:
     yield line
 
 
-def _encode(folder: Path, name: str, files: Sequence[str], apart: bool, vocab: Vocabulary) -> dict[str, int]:
-    """Writes the tokens of a split, and returns its counts. A word is what spaces separate, and a line's end is one.
+def _encode(recipe: Recipe, folder: Path, name: str, files: Sequence[str], vocab: Vocabulary) -> dict[str, int]:
+    """Writes the tokens of a split, and returns its counts. A word is what spaces separate, and a line's end is one; of
+    pairs, words and bytes are those of the targets.
 
     Raises:
-        UserError: the vocabulary is that of another text.
+        UserError: the vocabulary is that of another text; a pair is longer than a block.
     """
+    data = texts_of(recipe)
+    apart = data.documents or data.pairs
     writer = SideWriter(folder, name, vocab.size)
     counts = dict.fromkeys(("lines", "words", "bytes", "tokens", "unknown", "documents"), 0)
     foreign: Line | None = None  # the first line of which nothing is known
-    lines = iter(read_documents(files, apart))
+    lines = lines_of(recipe, files)
     with show_progress("{:,} lines encoded", desc=name, unit="line") as progress:
         while chunk := list(islice(lines, CHUNK)):
             encoded = iter(vocab.encode_batch([line.text for line in chunk if line.text is not None]))
+            sources = iter(vocab.encode_batch([line.source for line in chunk if line.source is not None]))
             tokens: list[int] = []
             ends: list[int] = []  # of documents, in these tokens
             for line in chunk:
@@ -207,6 +249,12 @@ def _encode(folder: Path, name: str, files: Sequence[str], apart: bool, vocab: V
                     ends.append(len(tokens))
                     continue
                 ids = next(encoded)
+                if line.source is not None:
+                    ids = [*next(sources), BOS, *ids]
+                    if len(ids) >= data.block:
+                        raise UserError(f"{line.file}, line {line.number}: source and target have {len(ids) + 1} "
+                                        f"tokens with separator and end, but data.block is {data.block}; set it "
+                                        "higher, or leave the pair out")
                 unknown = ids.count(UNK)
                 if foreign is None and ids and unknown == len(ids):
                     foreign = line
@@ -288,7 +336,7 @@ def open_text(recipe: Recipe, texts: bool = True) -> PreparedText:
     manifest = manifest_of_task(folder, prepared_settings(recipe), KIND)
     data = texts_of(recipe)
     for split, named in (("train", data.train), ("valid", data.valid)) if texts else ():
-        files = [Path(file) for file in files_of(named)]
+        files = [Path(file) for file in files_in(named)]
         then = [entry["bytes"] for entry in manifest["inputs"][split]]
         if all(file.is_file() for file in files) and [file.stat().st_size for file in files] != then:
             raise UserError(f"the {split} text has changed since {folder} was prepared; restore it, or {REMEDY}")
@@ -300,11 +348,14 @@ class Blocks:
 
     Attributes:
         starts: int64 [M], the first token of each block.
-        src_lengths, trg_lengths: int32 [M], the tokens of each block.
+        src_lengths: int32 [M], the tokens of each block.
+        trg_lengths: int32 [M], those of them that have a loss: the last ones.
         first: bool [M], whether a document begins there.
     """
 
-    def __init__(self, name: str, tokens: npt.NDArray[Any], documents: Indices, length: int) -> None:
+    def __init__(self, name: str, tokens: npt.NDArray[Any], documents: Indices, length: int,
+                 given: Indices | None = None) -> None:
+        """`given`: how many tokens each document begins with that have no loss [D]; a document is then one block."""
         self.name, self.tokens = name, tokens
         sizes = np.diff(documents)
         counts = -(-sizes // length)
@@ -313,7 +364,7 @@ class Blocks:
         self.starts: Indices = np.repeat(documents[:-1], counts) + number * length
         rest = np.repeat(documents[1:], counts) - self.starts
         self.src_lengths: Lengths = np.minimum(length, rest).astype(np.int32)
-        self.trg_lengths = self.src_lengths
+        self.trg_lengths = self.src_lengths if given is None else (self.src_lengths - given).astype(np.int32)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -327,23 +378,24 @@ class Blocks:
         return self
 
     def batch(self, rows: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
-        """Blocks as one micro-batch: trg_out [B, T], and trg_in [B, T], the token before each; pad behind the end.
-        Without any, a block of which nothing counts."""
+        """Blocks as one micro-batch: trg_out [B, T], pad where there is no loss, and trg_in [B, T], the token before
+        each; pad behind the end. Without any, a block of which nothing counts."""
         rows = np.asarray(rows, dtype=np.int64)
         if not len(rows):
             return Batch({"trg_in": torch.full((1, 1), EOS, device=device),
                           "trg_out": torch.full((1, 1), PAD, device=device)}, key, 0)
-        lengths = self.trg_lengths[rows]
+        lengths = self.src_lengths[rows]
         columns = np.arange(int(lengths.max()))
         places = self.starts[rows][:, None] + columns
         inside = columns < lengths[:, None]
         given, target = (np.full(places.shape, PAD, dtype=np.int64) for _ in range(2))
-        target[inside] = self.tokens[places[inside]]
+        counted = inside & (columns >= (lengths - self.trg_lengths[rows])[:, None])
+        target[counted] = self.tokens[places[counted]]
         given[inside] = self.tokens[np.maximum(places[inside] - 1, 0)]
         given[self.first[rows], 0] = EOS
         named = {"trg_in": given, "trg_out": target}
         tensors = {name: upload(torch.from_numpy(ids), device) for name, ids in named.items()}
-        return Batch(tensors, key, int(lengths.sum()))
+        return Batch(tensors, key, int(self.trg_lengths[rows].sum()))
 
 
 class BlockStream(Stream):
@@ -357,5 +409,16 @@ class BlockStream(Stream):
 
 
 def blocks_of(recipe: Recipe, data: PreparedText, split: str) -> Blocks:
-    """A split of prepared text in blocks."""
-    return Blocks(split, *data.documents(split), texts_of(recipe).block)
+    """A split of prepared text in blocks. Raises `UserError` if a pair is longer than one."""
+    settings = texts_of(recipe)
+    tokens, documents = data.documents(split)
+    if not settings.pairs:
+        return Blocks(split, tokens, documents, settings.block)
+    longest = int(np.diff(documents).max(initial=0))
+    if longest > settings.block:
+        raise UserError(f"data.block is {settings.block}, but a pair of the {split} text has {longest} tokens with "
+                        f"separator and end; set it to {longest} or more")
+    if split == "train" and cast(LanguageRecipe, recipe).train.loss_on == "both":
+        return Blocks(split, tokens, documents, settings.block)
+    targets = np.flatnonzero(tokens == BOS) + 1
+    return Blocks(split, tokens, documents, settings.block, targets - documents[:-1])
