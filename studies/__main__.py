@@ -575,6 +575,29 @@ def lm_depth(words: list[str]) -> None:
         plot(args.output, args.plot)
 
 
+def decoder_only(words: list[str]) -> None:
+    """Compare an encoder-decoder with a decoder alone of equal size."""
+    parser = recipe_parser(
+        "decoder-only",
+        "Trains the encoder-decoder of a recipe of translation, and decoders of as many parameters on its pairs, with\n"
+        "a loss on the target and on both sides: equal tokens, equal passes. Prints BLEU, chrF, the validation\n"
+        "perplexity of the targets and CPU hours. No pair is filtered out; an empty one is refused.\n\n"
+        "Writes recipes, runs and runs.jsonl into OUTPUT; the same command goes on where it was stopped.",
+        "python -m studies decoder-only recipes/multi30k/deep_18l-18l.yaml model.encoder.layers=3"
+        " model.decoder.layers=3",
+    )
+    add_options(parser, ("--output", "FOLDER", Path, Path("runs/decoder_only"), "default: %(default)s"),
+                ("--seeds", "N", int, [1, 2], "default 1 2"),
+                ("--alone", "KEY=VALUE", str, [], "settings of the decoder-only models, such as optimizer.lr=0.001"),
+                SECONDS)
+    args, recipe = parse(parser, words)
+    from studies.decoder_only import study
+
+    if recipe.task != "translation":
+        raise UserError(f"decoder-only needs a recipe of task: translation, but this one has task: {recipe.task}")
+    print(study(recipe, args.output, args.seeds, args.alone, args.seconds))
+
+
 def data_at_scale(words: list[str]) -> None:
     """Measure what training waits for and holds with many pairs in shards."""
     parser = plain_parser(
@@ -651,6 +674,7 @@ STUDIES: dict[str, Command] = {
     "compare": compare,
     "equal-systems": equal_systems,
     "lm-depth": lm_depth,
+    "decoder-only": decoder_only,
     "admin-profile": admin_profile,
     "verdict-runs": verdict_runs,
     "reproduce": reproduce,

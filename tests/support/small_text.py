@@ -45,7 +45,7 @@ def tree(folder: Path, **changes: Any) -> dict[str, Any]:
         "parallel": {"ds_config": None, "threads": 1}, "average_last": 1,
     }
     for section, values in changes.items():
-        made[section] = {**made[section], **values} if isinstance(values, dict) else values
+        made[section] = {**made.get(section, {}), **values} if isinstance(values, dict) else values
     return made
 
 
