@@ -115,8 +115,9 @@ def study(recipe: Recipe, output: Path, seeds: list[int], settings: list[str], s
             write_text(file, dump_recipe(made))
             run_plan(Plan(file, arms, [seed], []), output / "runs.jsonl", output / "runs", [],
                      seconds - (time.monotonic() - began))
-    done = (output / "runs.jsonl").exists()
-    return f"{said}\n\n{report(output / 'runs.jsonl', None) if done else 'no run is done yet'}"
+    runs = output / "runs.jsonl"
+    table = report(runs, None) if runs.exists() and runs.stat().st_size else "no run is done yet"
+    return f"{said}\n\n{table}"
 
 
 def _equal(two: Recipe, one: Recipe) -> str:
