@@ -217,7 +217,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
         ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),
         ("sample", ["--temperature", "0"], "give a temperature above 0"),
         ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
-        ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a text of"),
+        ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a"),
         ("report", [], "report is a command of task: translation"),
         ("diagnose", [], "the recipe has task: language_model, but the doctor's verdict was learned from translation"),
         ("profile", [], "task: language_model, whose ω are measured when a run begins"),
