@@ -40,14 +40,14 @@ from deepnmt.training.fine_tuning import check_parts, find_trained, origins
 # Tensors of model width that autograd keeps for the backward pass, for each token and layer, without the FFN's inner
 # ones; within 5 % for a Post-LN model (tests/training/test_dry_run.py). In 16 bits a CPU computes attention and norms
 # in fp32 and keeps those inputs in fp32. A GPU keeps a mask of dropout in one byte for each element.
-_KEPT = {"encoder": 10, "decoder": 17}
-_KEPT_ON_GPU = {"encoder": 9, "decoder": 15.5}
-_KEPT_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
-_BUSY = 2**14  # tokens of a micro-batch that keep a GPU busy at width 512
-_SURELY = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
-_WAYS = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
+_TENSORS_OF_LAYER = {"encoder": 10, "decoder": 17}
+_TENSORS_ON_GPU = {"encoder": 9, "decoder": 15.5}
+_TENSORS_ON_CPU_IN_16_BITS = {"encoder": 17, "decoder": 30}
+_BUSY_GPU_TOKENS = 2**14  # tokens of a micro-batch that keep a GPU busy at width 512
+_MEMORY_MARGIN = 1.2  # times the memory that there is: what certainly does not fit, beyond the error of the estimate
+_REMEDIES = {"activations": "batch.tokens, or set parallel.recompute_layers", "loss": "batch.tokens",
          "positions": "model.max_length"}  # what needs less memory when it is lower, by what needs most
-_ENDS = 2  # the same for the embeddings and outputs of a stack, once
+_TENSORS_OF_ENDS = 2  # the same for the embeddings and outputs of a stack, once
 
 BuildModule = Callable[[Callable[[nn.Module], None]], nn.Module]
 
@@ -97,11 +97,11 @@ def memory_estimate(
     device = device or _device()
     each: Mapping[str, float]
     if device == "cuda":
-        each = _KEPT_ON_GPU
+        each = _TENSORS_ON_GPU
     elif size == 2:
-        each = _KEPT_ON_CPU_IN_16_BITS
+        each = _TENSORS_ON_CPU_IN_16_BITS
     else:
-        each = _KEPT
+        each = _TENSORS_OF_LAYER
     inner = ACTIVATIONS[model.activation].kept  # tensors of the FFN's inner width
     if model.activation_dropout > 0:
         inner += 1 if device == "cuda" else 2
@@ -123,7 +123,7 @@ def memory_estimate(
         share_of_layers = in_flight * max(map(partition.cost, range(partition.stages)))
         activations *= share_of_layers
     copied = state * (parameters / world + put_together)  # see `checkpoint.saving`
-    ends = _ENDS * sum(model.shape(side).width for side in model.sides)
+    ends = _TENSORS_OF_ENDS * sum(model.shape(side).width for side in model.sides)
     needed = {
         "weights": parameters * size / share[0],
         "gradients": parameters * 4 / share[1],
@@ -175,9 +175,9 @@ def memory_fault(
     if total <= most:
         return None
     part, size = max(on_device.items(), key=lambda item: item[1])
-    way = _WAYS.get(part, "model.width or its layers, or let ZeRO share them")
+    remedy = _REMEDIES.get(part, "model.width or its layers, or let ZeRO share them")
     return (f"training needs about {total / 2**30:,.2f} GiB of memory per process, {size / 2**30:,.2f} of it for the "
-            f"{part}, but a process can have {most / 2**30:,.2f} GiB; lower {way}")
+            f"{part}, but a process can have {most / 2**30:,.2f} GiB; lower {remedy}")
 
 
 def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio: float, ranks: Ranks) -> None:
@@ -185,7 +185,7 @@ def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio:
     partition = partition_of(recipe, *vocabs, ratio) if layout.stages else None
     needed = memory_estimate(recipe, layout, count_parameters(recipe.model, *vocabs), vocabs[1], partition)
     most = memory(ranks.device, ranks.local_world)
-    if fault := memory_fault(recipe, layout, needed, most * _SURELY):
+    if fault := memory_fault(recipe, layout, needed, most * _MEMORY_MARGIN):
         raise UserError(fault)
     if ranks.first and (fault := memory_fault(recipe, layout, needed, most)):
         print_status(f"{fault}; trying it")
@@ -353,11 +353,11 @@ def plan_of(
         rows["largest micro-batch"] = (
             f"batch.tokens={largest} on {card}, {CARDS[card]} GiB, of which {RESERVED / 2**30} are CUDA's and NCCL's"
             if largest else f"none fits on {card}, {CARDS[card]} GiB; lower model.width or its layers")
-    if (card or _device() == "cuda") and recipe.batch.tokens < _BUSY:
-        rows["small micro-batch"] = (f"batch.tokens ({recipe.batch.tokens:,}) is below {_BUSY:,}: a fast GPU waits for "
-                                     "the host to launch its kernels; set it higher, and "
-                                     + ("batch.accumulation lower" if recipe.batch.update_tokens is None else
-                                        "batch.update_tokens too"))
+    if (card or _device() == "cuda") and recipe.batch.tokens < _BUSY_GPU_TOKENS:
+        other = "batch.accumulation lower" if recipe.batch.update_tokens is None else "batch.update_tokens too"
+        rows["small micro-batch"] = (
+            f"batch.tokens ({recipe.batch.tokens:,}) is below {_BUSY_GPU_TOKENS:,}: a fast GPU waits for the host to "
+            f"launch its kernels; set it higher, and {other}")
     state = 4 * parameters * (1 + len(moment_names(recipe))) / 1e6
     rows["checkpoints"] = (
         f"in {world} shard(s) of {state / world:,.0f} MB; each process holds a copy of its own"
