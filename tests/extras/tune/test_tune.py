@@ -26,9 +26,10 @@ from deepnmt.cli import main
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, settings_of, spread, stages
-from deepnmt.extras.tune.trials import Trials
+from deepnmt.extras.tune.trials import Trials, alive, result
 from deepnmt.extras.tune.tune import carries, choose, search, small_copy
 from deepnmt.extras.tune.written import edited_text
+from deepnmt.training.divergence import Diverged
 from deepnmt.training.task import prepare as prepare_task
 
 TEXT = """\
@@ -296,6 +297,32 @@ def test_a_rule_carries_the_rates_where_there_is_one(
     own = read_recipe(recipe_file, {"model.tuned_at.encoder_layers": 3})
     assert not carries(own) and small_copy(own).model.tuned_at == own.model.tuned_at
     assert not carries(read_recipe(recipe_file, {"model.encoder.block": "admin"}))
+
+
+@pytest.mark.parametrize(("loss", "gain", "common", "came"), [
+    (2.0, 0.3, 0.4, "source +0.300, loss 2.000, one vector 0.40"),
+    (1.5, 0.0, 0.99, "source +0.000, loss 1.500, one vector 0.99: collapsed"),
+    (14503.0, 80.0, 0.4, "diverged"),  # T-Fixup at 1.6e-2: wrong of every source, so that another costs much more
+    ("nan", "nan", "nan", "diverged"),
+    (None, None, None, "diverged"),
+])
+def test_what_came_of_a_trial(
+    loss: Any, gain: Any, common: Any, came: str, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(recipe: Recipe) -> None:
+        if loss is None:
+            raise Diverged("gradients stay non-finite")
+        use = {"source_gain": gain, "encoder_common": common, "decoder_common": 0.2, "cross_attention_entropy": 0.8}
+        perplexity = math.exp(min(float(loss), 50.0))
+        Path(recipe.run).mkdir()
+        (Path(recipe.run) / "log.jsonl").write_text(json.dumps(
+            {"type": "valid", "update": 20, "loss": loss, "perplexity": perplexity, **use}) + "\n")
+
+    monkeypatch.setattr(deepnmt.extras.tune.trials, "run_training", train)
+    recipe = read_recipe(recipe_file)
+    trials = Trials(recipe, recipe, tmp_path, "", Budget(8, math.inf, 20, 3), processes=1)
+    record = trials.run("search", anchors(recipe)[0], 20, 7)
+    assert result(record) == came and alive(record) == (gain == 0.3)
 
 
 def test_trials_of_another_recipe_do_not_count(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
