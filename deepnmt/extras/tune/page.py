@@ -32,7 +32,7 @@ def rows_of(trials: Trials) -> list[list[str]]:
 
 def plot_trials(trials: Trials, path: Path, run: str) -> None:
     """Plots what the source is worth, or the loss, against the rate; crosses have diverged or collapsed."""
-    quantity = "what the source is worth, nats a token" if trials.by_source else "validation loss, nats a token"
+    quantity = "source's worth, nats a token" if trials.by_source else "loss, nats a token"
     figure, [axes] = panels([f"Run {run}: trials by learning rate"], "peak learning rate", quantity)
 
     def height(record: Record) -> float:
