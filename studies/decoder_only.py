@@ -22,6 +22,7 @@ from deepnmt.training.task import find_task, prepare
 from studies.long_runs import Plan, report, run_plan
 
 CLOSE = 0.02  # of the parameters, by which the models may differ
+BASELINE: dict[str, list[str]] = {"encoder_decoder": []}
 ARMS = {"decoder_only_target": ["train.loss_on=target"], "decoder_only_both": ["train.loss_on=both"]}
 
 
@@ -110,7 +111,7 @@ def study(recipe: Recipe, output: Path, seeds: list[int], settings: list[str], s
     one = decoder_only(two, output, settings)
     said = _equal(two, one)
     for seed in seeds:
-        for made, name, arms in ((two, "encoder_decoder", {"encoder_decoder": []}), (one, "decoder_only", ARMS)):
+        for made, name, arms in ((two, "encoder_decoder", BASELINE), (one, "decoder_only", ARMS)):
             file = output / f"{name}.yaml"
             write_text(file, dump_recipe(made))
             run_plan(Plan(file, arms, [seed], []), output / "runs.jsonl", output / "runs", [],
