@@ -37,7 +37,7 @@ from deepnmt.extras.doctor.measures import (
     ranges,
     token_similarity,
 )
-from deepnmt.extras.doctor.probes import mean_loss, sublayers, watching
+from deepnmt.extras.doctor.probes import block_of, mean_loss, sublayers, watching
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 
@@ -252,12 +252,12 @@ def test_noise_change_of_a_stack_is_that_of_its_last_layer() -> None:
 # -- activations and updates -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", ["post_ln", "rezero", "dlcl"])
+@pytest.mark.parametrize("block", ["post_ln", "rezero", "dlcl", "keel", "siamese", "mhc", "block_attn_res"])
 def test_ranges_and_similarity(block: str) -> None:
     model, data = model_of(block), batch()
     found, seen, real = ranges(model, data), inputs_and_outputs(model, data), real_of(data)
-    outputs = {side: [x[-1] if isinstance(x, tuple) else x for x in (seen[f"{side}.layers.{i}"][0] for i in (0, 1))]
-               for side in SIDES}
+    outputs = {side: [block_of(model.get_submodule(f"{side}.layers.{i}")).value(seen[f"{side}.layers.{i}"][0])
+                      for i in (0, 1)] for side in SIDES}
     for side in SIDES:
         for index, output in enumerate(outputs[side]):
             name = f"{side}.layers.{index}"

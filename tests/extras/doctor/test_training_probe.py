@@ -56,7 +56,8 @@ def test_output_and_gradient_of_every_layer(tmp_path: Path) -> None:
         assert twice[f"encoder.layers.1/{name}"] == pytest.approx(found[f"encoder.layers.1/{name}"], rel=1e-6)
 
 
-@pytest.mark.parametrize("block", ["post_ln", "b2t", "pre_ln", "admin_closed_form", "rezero", "dlcl_post"])
+@pytest.mark.parametrize("block", ["post_ln", "b2t", "pre_ln", "admin_closed_form", "rezero", "dlcl_post", "keel",
+                                   "siamese", "mhc", "attn_res"])
 def test_sub_layers_against_the_doctor(block: str, tmp_path: Path) -> None:
     """Branches and residual sums against plain hooks, gradients against `gradients`."""
     model, recipe = model_of(block), recipe_of(tmp_path)
