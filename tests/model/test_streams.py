@@ -325,6 +325,20 @@ def test_siamese_norm_is_that_of_its_authors() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("block", "layers"), [("lns", LAYERS), ("mix_ln", 4)])
+def test_layers_of_one_stream_are_those_of_their_authors(block: str, layers: int) -> None:
+    """LayerNorm-Scaling 3ac54dde, and MixLN ff45826 with one Post-LN layer of four, without the norm on top."""
+    x = wave(1, 2, 3, WIDTH)
+    for index in range(layers):
+        position = LayerPosition("encoder", index, layers, layers, WIDTH, norm_kind="rms_norm")
+        rule: Any = new(block, position).double()
+        for i in range(2):
+            fill(rule.norms[i], 2 * index + i)
+        x = rule(x, [branch(2 * index), branch(2 * index + 1)])
+    torch.testing.assert_close(x, published(block, 2, 3, WIDTH), rtol=0, atol=1e-11)
+
+
+@torch.no_grad()
 def test_hyper_connections_are_those_that_are_published() -> None:
     """hyper-connections 47751035, with its RMSNorm and a branch that has no norm."""
     rule: Any = new("hyper", LayerPosition("encoder", 2, 6, 6, WIDTH, norm_kind="rms_norm")).double()

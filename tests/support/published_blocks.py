@@ -4,8 +4,10 @@ tests/fixtures/published_blocks.json from clones of
     Qwen-Applications/SiameseNorm    70efa00c   deit-model-siamesenorm.py: Block
     lucidrains/hyper-connections     47751035   hyper_connections/hyper_connections.py: HyperConnections
     microsoft/torchscale             4d1e0e82   component: MultiheadAttention, FeedForwardNetwork
+    lmsdss/LayerNorm-Scaling         3ac54dde   peft_pretraining/modeling_llama.py: LlamaDecoderLayer
+    pixeli99/MixLN                   ff45826    the same
 
-    python tests/support/published_blocks.py SIAMESENORM HYPER_CONNECTIONS TORCHSCALE
+    python tests/support/published_blocks.py SIAMESENORM HYPER_CONNECTIONS TORCHSCALE LAYERNORM_SCALING MIXLN
 
 Parameters and inputs are sines, so that a test can make the same ones. Needs einops.
 """
@@ -14,11 +16,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +104,46 @@ def sub_ln(clone: Path) -> dict[str, Tensor]:
     return {**found, "ffn": module(x)}
 
 
+class Word(str):
+    """A text that stays as it is: the code of LayerNorm scaling looks for LNS in what it has made lower-case."""
+
+    def lower(self) -> str:
+        return self
+
+
+class Attention(nn.Linear):
+    """`branch` with what their layers expect of an attention."""
+
+    def forward(self, hidden_states: Tensor, **_: object) -> Any:  # type: ignore[override]
+        return super().forward(hidden_states), None, None
+
+
+def llama(clone: Path, kind: str, layers: int) -> Tensor:
+    """Outputs [2, 3, D] of so many of its layers, of which the lowest is Post-LN with the kind `post_pre`."""
+    source = (clone / "peft_pretraining" / "modeling_llama.py").read_text(encoding="utf-8")
+    [code] = re.findall(r"^class LlamaDecoderLayer\(.*?(?=^class |^@|^[A-Z_]+ = )", source, re.MULTILINE | re.DOTALL)
+    space: dict[str, Any] = {
+        "nn": nn, "torch": torch, "math": math, "Optional": Optional, "Tuple": tuple, "LlamaConfig": None,
+        "print": lambda *_: None,
+        "os": SimpleNamespace(getenv=lambda name, *_: "1" if name == "POST_NUM" else Word(kind)),
+        "LlamaRMSNorm": nn.RMSNorm, "LlamaMLP": lambda **_: nn.Linear(D, D),
+        "LlamaAttention": lambda **_: Attention(D, D)}
+    exec(code, space)
+    x = wave(1, 2, 3, D)
+    settings = SimpleNamespace(hidden_size=D, num_hidden_layers=layers, intermediate_size=D, hidden_act="",
+                               rms_norm_eps=1e-5)
+    for index in range(layers):
+        layer = space["LlamaDecoderLayer"](settings, index).double()
+        names = (("post_attention", "post_feedforward") if kind == "post_pre" and not index else
+                 ("input", "post_attention"))
+        for i, name in enumerate(names):
+            fill(layer.get_submodule(f"{name}_layernorm"), 2 * index + i)
+        fill(layer.self_attn, 50 + 2 * index)
+        fill(layer.mlp, 50 + 2 * index + 1)
+        x = layer(x)[0]
+    return x
+
+
 def load(file: Path) -> Any:
     """A file of Python code as a module."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -122,6 +165,7 @@ def load_class(file: Path, name: str) -> Any:
 if __name__ == "__main__":
     clones = [Path(word) for word in sys.argv[1:]]
     with torch.no_grad():
-        figures = {"siamese": siamese(clones[0]), "hyper": hyper(clones[1]), **sub_ln(clones[2])}
+        figures = {"siamese": siamese(clones[0]), "hyper": hyper(clones[1]), **sub_ln(clones[2]),
+                   "lns": llama(clones[3], "LNS", LAYERS), "mix_ln": llama(clones[4], "post_pre", 4)}
     rows = {name: [round(value, 12) for value in tensor.flatten().tolist()] for name, tensor in figures.items()}
     FIXTURE.write_text(json.dumps(rows) + "\n", encoding="utf-8")
