@@ -247,7 +247,7 @@ BLOCKS = Choices({
     "attn_res": BlockFacts(
         line="v_j = F_j(LN_j(Σ_i a_ij·v_i)), a_·j = softmax_i(w_j·RMSNorm(v_i))", paper="Kimi Team 2026",
         family=_BELOW, start="w = 0", cost="2KD; keeps every output",
-        claim="the loss of 1.25 × the compute, up to 48B", seen="memory grows, time × 5.1; not run at 100L",
+        claim="the loss of 1.25 × the compute, up to 48B", seen="memory grows, time × 5.1",
         take="small depths; it reads all outputs in each sub-layer"),
     "block_attn_res": BlockFacts(
         line="as `attn_res`, over sums of ⌈KL/N⌉ sub-layers", paper="Kimi Team 2026", options=("residual_blocks",),
