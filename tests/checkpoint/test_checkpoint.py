@@ -394,10 +394,10 @@ def test_a_foreign_recipe_builds_nothing_that_the_weights_do_not_hold(
     text = (folder / "recipe.yaml").read_text()
     assert old in text
     _replace(folder, "recipe.yaml", text.replace(old, new).encode())
-    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with user_error(words):
         load_model(folder)
-    assert time.monotonic() - started < 20, "seconds, on a busy machine"
+    assert time.process_time() - started < 20, "seconds of this process, whoever else has the cores"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 2**10
 
 

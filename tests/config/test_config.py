@@ -459,11 +459,11 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
 def test_faulty_files(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(text, encoding="utf-8")
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(UserError) as caught:
         load_recipe(file)
     assert message in str(caught.value) and str(file) in str(caught.value)
-    assert time.monotonic() - started < 20, "seconds, on a busy machine"
+    assert time.process_time() - started < 20, "seconds of this process, whoever else has the cores"
     assert str(caught.value).replace("\n", "").isprintable() and len(str(caught.value)) < 9000
 
 

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from installed import environment
+from installed import DRIVER, environment
 from xopen import xopen
 
 from deepnmt.cli import main
@@ -89,14 +89,6 @@ def test_the_quoted_table_of_stages() -> None:
     assert f"```text\n{partition_of(recipe, 32_000, 32_000).table(16)}\n```" in page
 
 
-# Runs commands in one process, and tells which one failed.
-DRIVER = """
-import json, sys
-from deepnmt.cli import main
-for command, *words in json.loads(sys.argv[1]):
-    if code := main(command, words):
-        sys.exit(f"exit code {code}: {command} {words}")
-"""
 FEW = ["train.updates=2", "train.save_every=1", "train.validate_every=2", "schedule.warmup=1"]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from installed import LIBRARIES, ROOT, build, environment, install, make_environment
+from installed import DRIVER, LIBRARIES, ROOT, build, environment, install, make_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -138,10 +138,10 @@ def test_translation_needs_the_listed_packages_alone(wheel: Path, prepared: Path
     assert code == 0
     text = prepared / "text"
     (tmp_path / "pairs.tsv").write_text("the old dog\tder alte Hund\n", encoding="utf-8")
-    for words in (["average", "run"], ["fold", "run"], ["translate", "run", "--input", text / "test.en"],
-                  ["evaluate", "run"], ["score", "run", "--input", "pairs.tsv"]):
-        done = run(programs, tmp_path, *words)
-        assert done.returncode == 0, done.stderr
+    lines = [["average", "run"], ["fold", "run"], ["translate", "run", "--input", str(text / "test.en")],
+             ["evaluate", "run"], ["score", "run", "--input", "pairs.tsv"]]
+    done = run(programs, tmp_path, "-c", DRIVER, json.dumps(lines), program="python")
+    assert done.returncode == 0, done.stderr
     done = run(programs, tmp_path, "train", prepared / "recipe.yaml", "run=other", *tiny,
                "parallel.ds_config=ds_configs/zero1.json")
     assert done.returncode == 2 and "run pip install deepspeed" in done.stderr, done.stderr

@@ -182,7 +182,7 @@ def test_ctrl_c_ends_all_processes_silently(
             list(results_of([{signal.SIGUSR2}, {signal.SIGUSR2}], 60, 2, math.inf))  # type: ignore[list-item, arg-type]
     finally:
         signal.signal(signal.SIGINT, usual)
-    assert set(active_children()) <= others and time.monotonic() - started < 30
+    assert set(active_children()) <= others and time.monotonic() - started < 100
     assert len(blocked) == 2 and all(mask & 1 << signal.SIGINT - 1 for mask in blocked)
     assert capfd.readouterr().err == ""
 

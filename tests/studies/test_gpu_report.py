@@ -169,7 +169,7 @@ def test_job_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(TooSlow, match="sleeper ended with code -15"):
         job.wait_for_success(1.0)
-    assert time.monotonic() - started < 20 and job.process.poll() == -15
+    assert time.monotonic() - started < 60 and job.process.poll() == -15
     with pytest.raises(RuntimeError, match="No module named"):
         Job("nothing", ["no_such_module"], tmp_path / "other").wait_for_success(30.0)
 

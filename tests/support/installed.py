@@ -15,6 +15,14 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = Path(str(distribution("torch").locate_file("")))
+# Runs commands, one after the other, in one process, and tells by its exit code and last words which one failed.
+DRIVER = """
+import json, sys
+from deepnmt.cli import main
+for command, *words in json.loads(sys.argv[1]):
+    if code := main(command, words):
+        sys.exit(f"exit code {code}: {command} {words}")
+"""
 
 
 def build(folder: Path, kind: str) -> Path:

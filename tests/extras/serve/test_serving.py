@@ -181,7 +181,7 @@ def test_slow_clients_and_those_that_go(server: Server) -> None:
     for client, (_, answer) in zip(clients, slow, strict=True):
         assert client.recv(1000).startswith(answer)
         client.close()
-    assert 1 < time.monotonic() - begin < 40
+    assert 1 < time.monotonic() - begin < 100
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
         assert client.recv(1000).startswith(b"HTTP/1.1 400")
