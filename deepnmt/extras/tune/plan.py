@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from deepnmt.config import Recipe
+from deepnmt.model.blocks import Side
 
 Point = Mapping[str, float]
 Box = Mapping[str, tuple[float, float]]
@@ -91,7 +92,7 @@ def fitting(budget: Budget, least: int, depth: float, seconds: float) -> Stages:
     return stages(runs, budget.seeds, depth)
 
 
-def small_layers(recipe: Recipe) -> dict[str, int]:
+def small_layers(recipe: Recipe) -> dict[Side, int]:
     """The layers of the copy on each side: a third of the recipe's, but two, or all that there are."""
     layers = {side: recipe.model.stack(side).layers for side in recipe.model.sides}
     return {side: min(count, max(LEAST_LAYERS, round(count / SHALLOW))) for side, count in layers.items()}
