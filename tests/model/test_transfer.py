@@ -178,7 +178,9 @@ def test_layouts_agree(tmp_path: Path, warm: Warm) -> None:
     warm.run(2, "test_transfer:engines", tmp_path, "zero1_fp32", "2")
     alone, zero, pipeline = (torch.tensor(json.loads((tmp_path / name).read_text()))
                              for name in ("local0", "zero1_fp320", "zero1_fp322"))
-    assert torch.allclose(zero, alone, rtol=1e-5) and torch.allclose(pipeline, alone, rtol=1e-5)
+    for found in (zero, pipeline):
+        assert torch.allclose(found[:, 0], alone[:, 0], rtol=1e-6, atol=0.0)  # losses
+        assert torch.allclose(found[:, 1], alone[:, 1], rtol=1e-5, atol=0.0)  # gradient norms
 
 
 def test_initial_weights_are_scaled() -> None:
