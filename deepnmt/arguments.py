@@ -125,7 +125,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     args = parser.parse_intermixed_args(words)
     if (default := parser.get_default("recipe")) and "=" in args.recipe:  # the recipe was left out, a setting was not
         args.recipe, args.overrides = default, [args.recipe, *args.overrides]
-    if parser.get_default("runs") is not None:
+    if parser.get_default("runs") == []:
         args.runs = [word for word in args.overrides if "=" not in word]
         args.overrides = [word for word in args.overrides if "=" in word]
         for run in args.runs:
