@@ -519,7 +519,7 @@ def layer_study(words: list[str], name: str, what: str, runs: str) -> None:
                 ("--seeds", "N", int, [1, 2, 3], "default 1 2 3"),
                 ("--runs", "FILE", Path, None, f"default: {runs}"), SECONDS)
     args, recipe = parse(parser, words)
-    positive(args, "depths")
+    positive(args, "depths", "seeds")
     from studies import layers
 
     measure, table = {"rate-ramp": (layers.rate_ramp, layers.ramp_table),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +23,8 @@ from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import UNK
 
-# Sentences a second that SentencePiece learns from on one core of an EPYC, for the time that is said beforehand
+# Sentences a second that SentencePiece learns from on one core of an EPYC, for the time that is said beforehand. Whole
+# words are only counted.
 LEARNED = {"bpe": 60_000, "unigram": 12_000}
 
 
@@ -94,7 +96,8 @@ def scored_sentences(texts: Mapping[str, Corpus]) -> frozenset[str]:
 
 def say_what_is_learned(vocab: Vocab, count: int, lines: int) -> None:
     """Says from how many pairs of a text a vocabulary will be trained, and how long that takes."""
-    seconds = 2 * count / LEARNED[vocab.kind]  # two sides, of one vocabulary or of two
+    rate = LEARNED.get(vocab.kind, math.inf)
+    seconds = 2 * count / rate  # two sides, of one vocabulary or of two
     sample = f" on {count:,} of {lines:,} pairs (vocab.max_sentences)" if count < lines else ""
     minutes = f", some {round(seconds / 60)} min" if seconds >= 30 else ""
     print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}"

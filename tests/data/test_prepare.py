@@ -92,10 +92,12 @@ def test_how_long_a_vocabulary_takes_is_said_before(capsys: pytest.CaptureFixtur
     build.say_what_is_learned(Vocab(), 1_000_000, 9_000_000)
     build.say_what_is_learned(Vocab(kind="unigram", shared=False), 2_000_000, 2_000_000)
     build.say_what_is_learned(Vocab(), 800, 800)
+    build.say_what_is_learned(Vocab(kind="word"), 9_000_000, 9_000_000)  # they are only counted
     assert capsys.readouterr().err == (
         "training the vocabulary of 8000 bpe pieces on 1,000,000 of 9,000,000 pairs (vocab.max_sentences), some 1 min\n"
         "training the vocabulary of 8000 unigram pieces a side, some 6 min\n"
-        "training the vocabulary of 8000 bpe pieces\n")
+        "training the vocabulary of 8000 bpe pieces\n"
+        "training the vocabulary of 8000 word pieces\n")
 
 
 def test_every_part_of_a_folder(tmp_path: Path) -> None:
