@@ -90,7 +90,7 @@ def _batches(recipe: Recipe, data: PreparedText) -> Iterator[Batch]:
 def measure(recipe: Recipe, system: str) -> dict[str, Any]:
     """Trains one model; returns its curve, and its figures on the validation text."""
     data = open_text(recipe)
-    batches, size, began = _batches(recipe, data), data.vocab.size, time.monotonic()
+    batches, size, began = _batches(recipe, data), data.vocab.size, time.process_time()
     step, losses = (_plain if system == PLAIN else _ours)(recipe, size)
     every = max(1, recipe.train.updates // POINTS)
     tokens, diverged, recent, curve = 0, False, [], []
@@ -110,7 +110,7 @@ def measure(recipe: Recipe, system: str) -> dict[str, Any]:
     nll = sum(losses(blocks.batch(plan[index], 0, torch.device("cpu"))) for index in range(len(plan)))
     return {"system": system, "layers": recipe.model.decoder.layers, "seed": recipe.seed, "tokens": tokens,
             "updates": recipe.train.updates, "rate": recipe.optimizer.lr, "diverged": diverged,
-            "curve": curve, "seconds": round(time.monotonic() - began, 1), **figures(nll, data.counts("valid"))}
+            "curve": curve, "cpu_seconds": round(time.process_time() - began, 1), **figures(nll, data.counts("valid"))}
 
 
 Step = Callable[[Batch, float], float]
@@ -187,7 +187,7 @@ def _table(output: Path) -> str:
     groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for record in _records(output):
         groups.setdefault((record["system"], record["layers"], record["updates"]), []).append(record)
-    rows = [("system", "layers", "tokens", "bits a byte, by seed", "mean ± sd", "seconds a run")]
+    rows = [("system", "layers", "tokens", "bits a byte, by seed", "mean ± sd", "CPU seconds a run")]
     for (system, layers, _), records in groups.items():
         ended = [record["bits_per_byte"] for record in records if not record["diverged"]]
         by_seed = ["diverged" if record["diverged"] else f"{record['bits_per_byte']:.3f}" for record in records]
@@ -195,7 +195,7 @@ def _table(output: Path) -> str:
         mean = f"{fmean(ended):.3f}{spread}" if ended else ""
         tokens = round(fmean(record["tokens"] for record in records))
         rows.append((NAMES[system], str(layers), f"{tokens:,}", ", ".join(by_seed), mean,
-                     f"{fmean(record['seconds'] for record in records):.0f}"))
+                     f"{fmean(record['cpu_seconds'] for record in records):.0f}"))
     return markdown_table(rows)
 
 
