@@ -133,7 +133,33 @@ def report(records: Sequence[Record]) -> str:
     lines += ["", "Gain in nats that a setting adds, all others equal (least squares), with its standard error:", "",
               "| setting | from the lowest to the highest level | error |", "|---|---|---|"]
     lines += [f"| {name} | {effect:+.2f} | {error:.2f} |" for name, effect, error in effects(ended)]
+    lines += ["", "The share of the variance that block, depth, width and batch explain, and with them the rates:",
+              "", "| rates | R² |", "|---|---|"]
+    lines += [f"| {name} | {share:.2f} |" for name, share in explained(ended).items()]
     return "\n".join(lines)
+
+
+def explained(records: Sequence[Record]) -> dict[str, float]:
+    """The share of the gain's variance that least squares explain by block, depth, width and batch, with each of
+    several combinations of the rates' logarithms."""
+    def logarithm(name: str) -> np.ndarray:
+        return np.array([math.log(record["drawn"][name]) for record in records])
+
+    encoder, decoder, embeddings = (logarithm(f"{part}_rate") for part in ("encoder", "decoder", "embedding"))
+    common = [np.ones(len(records)), *(logarithm(name) for name in ("layers", "width", "accumulation"))]
+    for block in LEVELS["block"][1:]:
+        common.append(np.array([float(record["drawn"]["block"] == block) for record in records]))
+    rates = {"none": [], "the encoder's": [encoder], "encoder's / decoder's": [encoder - decoder],
+             "encoder's / embeddings'": [encoder - embeddings], "decoder's and embeddings'": [decoder, embeddings],
+             "all three": [encoder, decoder, embeddings]}
+    gains = np.array([record["validations"][-1]["source_gain"] for record in records])
+    variance = float(((gains - gains.mean()) ** 2).sum())
+    shares = {}
+    for name, columns in rates.items():
+        design = np.stack([*common, *columns], axis=1)
+        weights, _, _, _ = np.linalg.lstsq(design, gains, rcond=None)
+        shares[name] = 1 - float(((gains - design @ weights) ** 2).sum()) / max(variance, 1e-12)
+    return shares
 
 
 def effects(records: Sequence[Record]) -> list[tuple[str, float, float]]:
