@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -11,8 +11,7 @@ from deepnmt.batch import Batch
 from deepnmt.data.arrays import Indices, Lengths
 from deepnmt.data.batching import Rows, Sentences, Stream
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+_Examples = TypeVar("_Examples", bound="Examples")
 
 
 class Examples:
@@ -40,7 +39,7 @@ class Examples:
         """One."""
         return 1
 
-    def window(self, epoch: int, number: int) -> Self:
+    def window(self: _Examples, epoch: int, number: int) -> _Examples:
         """The examples of an epoch, which are the same in every one."""
         return self
 

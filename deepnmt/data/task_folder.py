@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from deepnmt import folders
 from deepnmt.config import Fact, Recipe
@@ -29,8 +29,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.progress import print_status
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+_Folder = TypeVar("_Folder", bound="PreparedFolder")
 
 SPLITS = ("train", "valid")
 VOCABULARY = ("kind", "size", "byte_fallback", "character_coverage", "max_sentences")  # settings of one that is trained
@@ -76,7 +75,7 @@ class PreparedFolder:
         raise NotImplementedError
 
     @classmethod
-    def open(cls, recipe: Recipe, texts: bool = True) -> Self:
+    def open(cls: type[_Folder], recipe: Recipe, texts: bool = True) -> _Folder:
         """The recipe's prepared data; `texts`: whether the files they were made from, if they are on this machine, must
         be the same.
 

@@ -125,7 +125,9 @@ NOT_RUN = {
     "deepnmt serve": "stays; tests/extras/serve and tests/extras/test_tutorial.py",
     "deepnmt import": "needs a model of OPUS-MT; tests/extras/export/test_imports.py makes one",
     "deepnmt run multi30k/student_6l-2l": "takes hours; tests/project/test_steps.py trains such a chain",
-    "deepnmt diagnose my.yaml --coordinates": "needs blocks pre_ln or peri_ln; tests/extras/doctor/test_coordinates.py",
+    "deepnmt diagnose my.yaml model.encoder.block=pre_ln model.decoder.block=pre_ln --coordinates":
+        "takes minutes; tests/extras/doctor/test_coordinates.py",
+    "deepnmt tune": "needs a text that can be learned; tests/extras/tune/test_tune.py",
     "deepnmt run my.yaml --launcher": "starts eight processes",
     "deepnmt prepare my.yaml vocab.size=4000": "wants more text than there is here",
 }

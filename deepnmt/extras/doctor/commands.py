@@ -25,7 +25,8 @@ def diagnose(words: list[str]) -> None:
         "deepnmt diagnose my.yaml\n"
         "deepnmt diagnose my.yaml model.encoder.block=post_ln\n"
         "deepnmt diagnose runs/my --checkpoint best\n"
-        "deepnmt diagnose my.yaml --coordinates --widths 32 64 128 256 --depths 2 4 8 16 32 64",
+        "deepnmt diagnose my.yaml model.encoder.block=pre_ln model.decoder.block=pre_ln --coordinates "
+        "--widths 32 64 128 256 --depths 2 4 8 16 32 64",
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
