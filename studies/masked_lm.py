@@ -27,7 +27,7 @@ from deepnmt.training.trainer import FINISHED, train
 SEEDS = (1, 2, 3, 4, 5, 6)
 WARMED = {"pre_ln without warm-up": ("pre_ln", 0), "post_ln without warm-up": ("post_ln", 0),
           "post_ln with warm-up": ("post_ln", 60)}
-DEEP = {"width": 64, "heads": 4, "ffn": 256, "layers": 12, "lr": 4e-3, "updates": 120, "tokens": 1024}
+DEEP = {"width": 64, "heads": 4, "ffn": 256, "layers": 12, "lr": 4e-3, "updates": 240, "tokens": 1024}
 SHALLOW = {"width": 128, "heads": 4, "ffn": 512, "layers": 2, "lr": 2e-3, "updates": 400, "tokens": 2048}
 EXAMPLES = {"train": 2000, "valid": 600}  # half of them shuffled
 LENGTH = 64
