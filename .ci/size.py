@@ -21,7 +21,7 @@ BUDGETS = {
     "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 17_200,
     "deepnmt/tasks": 33_900,
     "deepnmt": 16_950,  # its own files, not those of the rooms
-    "deepnmt/extras": 88_300, "studies": 59_200, "tests": 366_500,
+    "deepnmt/extras": 88_300, "studies": 60_000, "tests": 367_500,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
