@@ -112,7 +112,7 @@ def _require_bert(recipe: Recipe) -> None:
     elif model.norm != "layer_norm":
         why = f"model.norm is {model.norm}, not layer_norm"
     elif model.activation not in ("gelu", "relu", "silu"):
-        why = f"model.activation is {model.activation}, which has a gate"
+        why = f"model.activation is {model.activation}"
     if why:
         raise UserError(f"{why}, which BertForMaskedLM of transformers does not compute; use the checkpoint with "
                         "deepnmt")

@@ -36,7 +36,7 @@ def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32"
     Raises:
         UserError: see `to_plain`.
     """
-    plain = to_plain(loaded, "CTranslate2", ("norm", "activation"), ("post_ln", "pre_ln", "peri_ln"))
+    plain = to_plain(loaded, "CTranslate2", ("layer_norm", "rms_norm"), _ACTIVATIONS, ("post_ln", "pre_ln", "peri_ln"))
     encoder, decoder = (_new_stack(plain, side) for side in SIDES)
     _fill_stack(encoder, encoder.embeddings[0], plain, "encoder")
     _fill_stack(decoder, decoder.embeddings, plain, "decoder")

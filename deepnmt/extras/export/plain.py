@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -42,16 +42,15 @@ SMALL = 2.0**-40
 
 
 def to_plain(
-    loaded: LoadedModel, program: str, takes: Sequence[str] = (), forms: Sequence[str] = ("post_ln", "pre_ln")
+    loaded: LoadedModel, program: str, norms: Collection[str] = ("layer_norm",),
+    activations: Collection[str] = ("relu", "gelu", "silu"), forms: Sequence[str] = ("post_ln", "pre_ln"),
 ) -> Plain:
-    """The model in plain form. `takes`: settings of which the program also knows the newer values, `norm` (RMSNorm) and
-    `activation` (gated FFNs). `forms`: those that the program knows. Raises `UserError` if one of the model's blocks
-    has none of them."""
+    """The model in plain form. `norms`, `activations` and `forms` are those that the program knows. Raises `UserError`
+    if the model has others."""
     model = loaded.recipe.model
-    for name, other in (("norm", not NORMS[model.norm].centres),
-                        ("positions", not choices.POSITIONS[model.positions].added),
-                        ("activation", choices.ACTIVATIONS[model.activation].gated)):
-        if other and name not in takes:
+    for name, known in (("norm", model.norm in norms), ("activation", model.activation in activations),
+                        ("positions", choices.POSITIONS[model.positions].added)):
+        if not known:
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
     check_ramp(loaded)

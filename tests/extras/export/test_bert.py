@@ -89,7 +89,7 @@ def test_a_model_of_transformers_has_equal_logits(tmp_path: Path) -> None:
     ({"encoder": {"layers": 1, "block": "pre_ln"}}, "model.encoder.block is pre_ln, not post_ln"),
     ({"encoder": {"layers": 1, "block": "deepnorm"}}, "model.encoder.block is deepnorm"),
     ({"input_norm": False}, "model.input_norm is false"),
-    ({"activation": "swiglu"}, "model.activation is swiglu, which has a gate"),
+    ({"activation": "swiglu"}, "model.activation is swiglu, which Bert"),
 ])
 def test_other_models_are_refused(model: dict[str, Any], expected: str, tmp_path: Path, refused: Refused) -> None:
     write_run(tmp_path / "run", **model)
