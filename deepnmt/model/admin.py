@@ -41,7 +41,7 @@ from deepnmt.model.blocks import Admin as AdminBlock
 from deepnmt.model.embedding import InputLayer, new_table
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import Layer
-from deepnmt.model.transformer import build_layer, build_top, start_stream
+from deepnmt.model.transformer import build_layer, build_top, stream_start
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import no_progress, show_progress
 from deepnmt.tokens import PAD
@@ -234,7 +234,7 @@ def _enter(
             x, counted = x * counted[..., None], torch.ones_like(counted)
         mask = key_mask(batch["src_lengths"], batch["src"].size(1), x.dtype) if "encoder" in model.sides else None
         context = (*memory, mask)
-        flows.append(_Flow(start_stream(model, side, x), counted, context, batch.key, visible))
+        flows.append(_Flow(stream_start(model, side)(x), counted, context, batch.key, visible))
     return flows
 
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import cast
 
 import torch
@@ -21,7 +20,7 @@ from deepnmt.model.blocks import LayerPosition
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import Initialiser, generator_for
 from deepnmt.model.loss import LossSums
-from deepnmt.model.transformer import build_layer, build_top, fill_with_nan, run_layers, start_stream
+from deepnmt.model.transformer import build_layer, build_top, fill_with_nan, run_layers, stream_start
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD
 
@@ -70,7 +69,7 @@ class EncoderLayers(nn.Module):
             self.layers.append(layer)
         self.norm = build_top(plain, "encoder")
         after_build(self.norm)
-        self.start = partial(start_stream, plain, "encoder")
+        self.start = stream_start(plain, "encoder")
 
 
 class Encoder(nn.Module):

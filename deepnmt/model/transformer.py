@@ -42,10 +42,10 @@ def build_top(model: config.Model, side: Side) -> nn.Module:
     return position.block.top(position)
 
 
-def start_stream(model: config.Model, side: Side, x: Tensor) -> Stream:
-    """What enters the layers of a stack, from its input x [B, T, D]."""
+def stream_start(model: config.Model, side: Side) -> Callable[[Tensor], Stream]:
+    """From a stack's input x [B, T, D] to what enters its layers."""
     position = LayerPosition.of(model, side, 0)
-    return position.block.start(position, x)
+    return partial(position.block.start, position)
 
 
 def fill_with_nan(part: nn.Module) -> None:
@@ -114,7 +114,7 @@ class Stack(nn.Module):
             layer = built(f"{side}.layers.{index}", partial(build_layer, model, side, index, seed))
             self.layers.add_module(str(index), layer)
         self.register_module("norm", built(ends, partial(build_top, model, side)))
-        self.start = partial(start_stream, model, side)
+        self.start = stream_start(model, side)
 
     @property
     def present(self) -> list[Layer]:

@@ -1,8 +1,4 @@
-"""Ends a run whose gradients stay non-finite: when to give up, and the message.
-
-A few dropped updates are normal. Many in a row at the same loss scale are not: above its floor the scale halves with
-each one, and at the floor, or without a loss scale, nothing changes that could help.
-"""
+"""Ends a run whose gradients stay non-finite (see `updates.DroppedUpdates`): the message."""
 
 from __future__ import annotations
 
@@ -13,10 +9,9 @@ from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
-from deepnmt.parallel.engine import Engine, StepStats
+from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
-
-LIMIT = 25  # dropped updates in a row, at one loss scale
+from deepnmt.training.updates import LIMIT
 
 # Returns sentences on where a run broke and what to try. All processes call it, with their own micro-batches of the
 # last update, the factor of their loss sums, and the loss scale on top of that; only rank 0's sentences are used.
@@ -25,22 +20,6 @@ Explain = Callable[[Recipe, Engine, Ranks, Sequence[Batch], float, float], list[
 
 class Diverged(UserError):  # noqa: N818 (a state of the run, not of the program)
     """Training cannot continue; the message says where it broke and what to try. Only rank 0 has the full message."""
-
-
-class DroppedUpdates:
-    """Counts consecutive dropped updates at the same loss scale."""
-
-    def __init__(self) -> None:
-        self._count, self._scale = 0, 0.0
-
-    def count(self, stats: StepStats) -> bool:
-        """Counts one more update; returns whether it is time to give up."""
-        if stats.applied:
-            self._count = 0
-            return False
-        self._count = self._count + 1 if stats.loss_scale == self._scale else 1
-        self._scale = stats.loss_scale
-        return self._count >= LIMIT
 
 
 def diverged(

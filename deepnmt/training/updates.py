@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,8 +16,9 @@ from deepnmt.data.batching import Position, Update
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.divergence import DroppedUpdates
 from deepnmt.training.state import TrainState
+
+LIMIT = 25  # dropped updates in a row, at one loss scale
 
 # A context manager entered around update `number`; may yield a function that returns figures measured in that update.
 UpdateHook = Callable[[int], AbstractContextManager[Callable[[StepStats], dict[str, float]] | None]]
@@ -49,6 +51,26 @@ class FinishedUpdate:
     give_up: bool
 
 
+class DroppedUpdates:
+    """Counts consecutive dropped updates at the same loss scale.
+
+    A few are normal. Many in a row at the same scale are not: above its floor the scale halves with each one, and at
+    the floor, or without a loss scale, nothing changes that could help.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._scale = 0, 0.0
+
+    def count(self, stats: StepStats) -> bool:
+        """Counts one more update; returns whether it is time to give up."""
+        if stats.applied:
+            self._count = 0
+            return False
+        self._count = self._count + 1 if stats.loss_scale == self._scale else 1
+        self._scale = stats.loss_scale
+        return self._count >= LIMIT
+
+
 def updates(
     engine: Engine, batches: Batches, recipe: Recipe, state: TrainState, ranks: Ranks,
     hook: UpdateHook = lambda number: nullcontext(), stop_requested: Callable[[], bool] = lambda: False,
@@ -60,41 +82,41 @@ def updates(
         hook: see `UpdateHook`.
         stop_requested: returns whether this process was asked to stop.
     """
+    entries, limit = recipe.batch.entries(engine.data_world), recipe.train.max_seconds
+
     def take(position: Position) -> Update:
-        return batches.update(position, recipe.batch.entries(engine.data_world), engine.data_rank, engine.data_world,
-                              ranks.device)
+        """This process's share of the update at a position."""
+        return batches.update(position, entries, engine.data_rank, engine.data_world, ranks.device)
 
-    def first(position: Position) -> Update:
-        """The update at a position where no other was before."""
-        taken = take(position)
-        return summed(taken, ranks.sum([taken.tokens])[0]) if taken.shared else taken
-
-    def summed(taken: Update, tokens: float) -> Update:
+    def with_tokens(taken: Update, tokens: float) -> Update:
         """With the tokens of all processes, from their sum, in which those of a pipeline count once a stage."""
         return replace(taken, tokens=round(tokens) * engine.data_world // ranks.world)
 
-    dropped, ahead, stages = DroppedUpdates(), first(state.position), len(state.stages)
+    def take_at_once(position: Position) -> Update:
+        """As `take`, where no update is made meanwhile that could sum its tokens. Collective."""
+        taken = take(position)
+        return with_tokens(taken, ranks.sum([taken.tokens])[0]) if taken.shared else taken
 
-    def flags() -> tuple[float, ...]:
-        """Called while the device computes; so the next micro-batches are put together meanwhile."""
+    def take_ahead(position: Position, late: bool) -> tuple[float, ...]:
+        """Takes the next update while the device computes this one; returns what all processes then sum."""
         nonlocal ahead
-        ahead = take(update.next)
+        ahead = take(position)
         return float(stop_requested()), float(late), *([float(ahead.tokens)] if ahead.shared else [])
 
+    ahead, stages, dropped = take_at_once(state.position), len(state.stages), DroppedUpdates()
     while True:
         if len(state.stages) != stages:  # one has begun, and what was taken may be of the one before
-            ahead = first(state.position)
-        started, number, limit = time.monotonic(), state.update + 1, recipe.train.max_seconds
-        update = ahead
+            ahead, stages = take_at_once(state.position), len(state.stages)
+        started, number, update = time.monotonic(), state.update + 1, ahead
+        late = limit is not None and state.seconds >= limit
         rate = learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, update.passes,
                              [validation["value"] for validation in state.validations])
-        late = limit is not None and state.seconds >= limit
         with hook(number) as measure:
-            stats = engine.train_step(update.batches, update.tokens, rate, flags)
+            stats = engine.train_step(update.batches, update.tokens, rate, partial(take_ahead, update.next, late))
         measured = measure(stats) if measure and stats.applied else {}
         stop, over, *tokens = stats.flags
         if tokens:
-            ahead = summed(ahead, tokens[0])
+            ahead = with_tokens(ahead, tokens[0])
         state.position, state.out_of_time, interval = update.next, over > 0, state.interval
         if stats.applied:
             state.update = number
@@ -108,10 +130,9 @@ def updates(
             interval.applied += 1
         else:
             state.skipped += 1
-        give_up = dropped.count(stats)
-        seconds, stages = time.monotonic() - started, len(state.stages)
+        seconds = time.monotonic() - started
         interval.updates += 1
         interval.seconds += seconds
         interval.rate, interval.loss_scale = rate, stats.loss_scale
         state.seconds += seconds
-        yield FinishedUpdate(number, update, stats, measured, stop > 0, give_up)
+        yield FinishedUpdate(number, update, stats, measured, stop > 0, dropped.count(stats))

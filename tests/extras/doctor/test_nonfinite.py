@@ -19,7 +19,8 @@ from deepnmt.extras.doctor.nonfinite import NonFinite, RankReport, advise, expla
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import StepStats
-from deepnmt.training.divergence import LIMIT, DroppedUpdates, diverged
+from deepnmt.training.divergence import diverged
+from deepnmt.training.updates import LIMIT, DroppedUpdates
 
 STACK = config.Stack(block="post_ln", layers=2)
 SETTINGS = config.Model(width=8, heads=2, ffn=12, max_length=16, encoder=STACK, decoder=STACK)
