@@ -62,9 +62,15 @@ def align(
         model.decode(trg_in, model.encode(src, lengths), lengths)
     alignments = []
     for row, source, length, target in zip(weights[0], src.tolist(), lengths.tolist(), targets, strict=True):
-        sources, targeted = words_of(source[: length - 1], vocabs[0]), words_of(target, vocabs[1], count_tags=False)
-        best = row[: len(target), : length - 1].argmax(1).tolist() if length > 1 and target else []
-        alignments.append(sorted({(sources[s], t) for s, t in zip(best, targeted, strict=True) if t >= 0}))
+        src_words = words_of(source[: length - 1], vocabs[0])
+        trg_words = words_of(target, vocabs[1], count_tags=False)
+        links = set()
+        if length > 1 and target:
+            best = row[: len(target), : length - 1].argmax(1).tolist()
+            for piece, word in zip(best, trg_words, strict=True):
+                if word >= 0:
+                    links.add((src_words[piece], word))
+        alignments.append(sorted(links))
     return alignments
 
 
@@ -77,7 +83,8 @@ def words_of(ids: Sequence[int], vocab: Vocabulary, count_tags: bool = True) -> 
         if token in tags and not count_tags:
             numbers.append(-1)
             continue
-        word += word < 0 or vocab.begins_word[token]
+        if word < 0 or vocab.begins_word[token]:
+            word += 1
         numbers.append(word)
     return numbers
 

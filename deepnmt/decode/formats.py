@@ -48,23 +48,26 @@ def _text_scores(number: int, line: Sequence[Scored]) -> str:
 
 def _tsv(number: int, hypotheses: Sequence[Hypothesis]) -> str:
     """A line "line, rank, score, text" for each hypothesis, rank from 1."""
-    return "".join(f"{number}\t{rank}\t{h.score:.6f}\t{h.text}\n" for rank, h in enumerate(hypotheses, start=1))
+    lines = []
+    for rank, hypothesis in enumerate(hypotheses, start=1):
+        lines.append(f"{number}\t{rank}\t{hypothesis.score:.6f}\t{hypothesis.text}\n")
+    return "".join(lines)
 
 
 def _tsv_scores(number: int, line: Sequence[Scored]) -> str:
     """A line "line, number, log-probability, score, text" for each translation, numbers from 1; or with pieces a line
     "line, number, position, piece, log-probability" for each of its pieces, then the likeliest there, each with its
     log-probability."""
-    rows: list[list[object]] = []
+    lines = []
     for rank, scored in enumerate(line, start=1):
         if not scored.pieces:
-            rows.append([number, rank, f"{scored.log_prob:.6f}", f"{scored.score:.6f}", scored.text])
+            lines.append(f"{number}\t{rank}\t{scored.log_prob:.6f}\t{scored.score:.6f}\t{scored.text}\n")
         for position, piece in enumerate(scored.pieces, start=1):
-            row: list[object] = [number, rank, position, piece.piece, f"{piece.log_prob:.6f}"]
-            for each, value in piece.top:
-                row += [each, f"{value:.6f}"]
-            rows.append(row)
-    return "".join("\t".join(map(str, row)) + "\n" for row in rows)
+            fields = [f"{number}\t{rank}\t{position}\t{piece.piece}\t{piece.log_prob:.6f}"]
+            for other, log_prob in piece.top:
+                fields.append(f"{other}\t{log_prob:.6f}")
+            lines.append("\t".join(fields) + "\n")
+    return "".join(lines)
 
 
 def _jsonl(number: int, hypotheses: Sequence[Hypothesis]) -> str:

@@ -80,18 +80,23 @@ class Journal:
     """
 
     def __init__(self, outputs: Sequence[Path], facts: Mapping[str, Any], part: Part, ranks: Ranks) -> None:
-        self.folder, self._outputs, self._part, self._ranks = parts_folder(outputs[0]), outputs, part, ranks
-        ranks.raise_everywhere(lambda: self._begin(json.loads(json.dumps(facts))) if ranks.first else None)
-        names: dict[int, str] = {}
+        self.folder = parts_folder(outputs[0])
+        self._outputs, self._part, self._ranks = outputs, part, ranks
+        ranks.raise_everywhere(lambda: self._begin(json.loads(json.dumps(facts))))
+        sources: dict[int, str] = {}
         if ranks.first:
-            names = {number: files[0].name for number, files in self._done().items()}
-        known = json.loads(ranks.broadcast_bytes(json.dumps(names).encode()))  # by all: others may write meanwhile
-        self._known = {int(number): _source(name) for number, name in known.items()}
+            for number, files in self._done().items():
+                sources[number] = _source(files[0].name)
+        # Rank 0 looks for all, since other parts may write meanwhile.
+        known = json.loads(ranks.broadcast_bytes(json.dumps(sources).encode()))
+        self._known = {int(number): source for number, source in known.items()}
         self._sources: list[str] = []  # of all chunks so far
         if known and ranks.first:
             print_status(f"{len(known):,} chunks of lines are translated already, in {self.folder}")
 
     def _begin(self, facts: dict[str, Any]) -> None:
+        if not self._ranks.first:
+            return
         with _reporting(self.folder):
             self.folder.mkdir(exist_ok=True)
             with FileLock(self.folder / ".lock"):
@@ -109,7 +114,8 @@ class Journal:
         """The files of each chunk that is done, one for each output."""
         files: dict[int, dict[int, Path]] = {}
         for file in self.folder.iterdir():
-            if match := _NAME.fullmatch(file.name):
+            match = _NAME.fullmatch(file.name)
+            if match:
                 files.setdefault(int(match[1]), {})[int(match[2])] = file
         done: dict[int, list[Path]] = {}
         for number, by_output in files.items():
@@ -178,11 +184,13 @@ class Journal:
 
     def leave(self) -> None:
         """Keeps what is done when the translation is interrupted."""
-        if self._ranks.first and self.folder.exists():
-            if done := self._done():
-                print_status(f"{len(done):,} chunks of lines are in {self.folder}; the same command continues")
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
+        if not self._ranks.first or not self.folder.exists():
+            return
+        done = self._done()
+        if done:
+            print_status(f"{len(done):,} chunks of lines are in {self.folder}; the same command continues")
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
@@ -198,12 +206,19 @@ def open_outputs(
     Raises:
         UserError: an output cannot be written; parts are asked for that cannot be; see `Journal`.
     """
-    files = [output for output in outputs if output is not None and (output.is_file() or not output.exists())]
+    files = []
+    for output in outputs:
+        if output is not None and (output.is_file() or not output.exists()):
+            files.append(output)
     if len(files) < len(outputs):
         if part != WHOLE:
             raise UserError("--part has no effect on standard output, a device or a pipe; give a file with --output")
         with ExitStack() as stack:
-            yield Direct([stack.enter_context(open_output(output)) for output in outputs if ranks.first], at_once)
+            streams = []
+            if ranks.first:
+                for output in outputs:
+                    streams.append(stack.enter_context(open_output(output)))
+            yield Direct(streams, at_once)
         return
     journal = Journal(files, facts, part, ranks)
     try:

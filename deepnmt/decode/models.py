@@ -51,7 +51,9 @@ class Models:
     @property
     def stepper(self) -> MakeStepper:
         """The way to compute the next logits, for the first of `all`."""
-        return partial(Ensemble, others=self.all[1:], mean=self.mean) if self.members[1:] else stepper_of
+        if len(self.members) == 1:
+            return stepper_of
+        return partial(Ensemble, others=self.all[1:], mean=self.mean)
 
 
 def load_models(
@@ -59,8 +61,9 @@ def load_models(
     alone: bool = False,
 ) -> Models:
     """Loads one model or several; raises `UserError` if vocabularies differ, and see `load_for_search`."""
-    members = [load_for_search(Path(folder), settings, ranks, expected, alone)
-               for folder in ([folders] if isinstance(folders, (str, Path)) else folders)]
+    if isinstance(folders, (str, Path)):
+        folders = [folders]
+    members = [load_for_search(Path(folder), settings, ranks, expected, alone) for folder in folders]
     first = members[0]
     if settings.backend != "torch":
         if members[1:]:
@@ -119,4 +122,6 @@ def max_length(model: Transformer) -> int:
 def longest_source(model: Transformer) -> int:
     """Tokens of the longest source that is read, eos included. A decoder by itself has source and translation within
     `model.max_length`, half of it for each."""
-    return max_length(model) // (1 if "encoder" in model.sides else 2)
+    if "encoder" in model.sides:
+        return max_length(model)
+    return max_length(model) // 2

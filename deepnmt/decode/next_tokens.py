@@ -40,7 +40,9 @@ class LengthPenalty:
         """The divisor at `length` >= 1. It never decreases with the length: the bound of `beam_search` relies on it."""
         if self.name == "none":
             return 1.0
-        return float(length if self.name == "average" else (5 + length) / 6) ** self.alpha
+        if self.name == "average":
+            return float(length) ** self.alpha
+        return float((5 + length) / 6) ** self.alpha
 
 
 @dataclass(frozen=True)
@@ -142,18 +144,20 @@ def best_extensions(
         The log-probabilities [R, C] of the best tokens other than `apart`; these tokens [R, C]; and the
         log-probability [R] of eos. Log-probabilities are fp32, from the softmax over the whole vocabulary.
     """
-    apart = indices([EOS, *FORBIDDEN], logits.device) if apart is None else apart
+    if apart is None:
+        apart = indices([EOS, *FORBIDDEN], logits.device)
     if device.on_gpu(logits):
         log_probs = logits.log_softmax(1, torch.float32) if norms is None else logits.float() - norms[:, None]
         ends = log_probs[:, EOS].clone()
         values, tokens = log_probs.index_fill_(1, apart, -torch.inf).topk(count)
         return values, tokens, ends
-    groups = _row_groups(logits)
-    normed = [None] * len(groups) if norms is None else norms.split([len(part) for part in groups])
-    parts = [_best_extensions(part.float(), count, apart, norm)
-             for part, norm in zip(groups, normed, strict=True)]
-    values, tokens, ends = (torch.cat(column) for column in zip(*parts, strict=True))
-    return values, tokens, ends
+    parts, start = [], 0
+    for group in _row_groups(logits):
+        own = None if norms is None else norms[start : start + len(group)]
+        parts.append(_best_extensions(group.float(), count, apart, own))
+        start += len(group)
+    values, tokens, ends = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(tokens), torch.cat(ends)
 
 
 def _best_extensions(

@@ -27,7 +27,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.bias = _pack(weight.detach()), None if bias is None else bias.detach()
+        self.weight = _pack(weight.detach())
+        self.bias = None if bias is None else bias.detach()
         self.then = "none"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +46,8 @@ def pack(model: Transformer) -> Transformer:
             if type(child) is nn.Linear:  # a subclass may do more
                 setattr(module, name, PackedLinear(child.weight, child.bias))
         if type(module) is FeedForward and module.activation is F.relu and isinstance(module.fc1, PackedLinear):
-            module.fc1.then, module.activation = "relu", nn.Identity()
+            module.fc1.then = "relu"
+            module.activation = nn.Identity()
     model.project = PackedLinear(weight, None)
     return model
 

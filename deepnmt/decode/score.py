@@ -99,10 +99,11 @@ class Totals:
 
     def __str__(self) -> str:
         mean = self.loss / max(1, self.tokens)
-        text = f"loss {mean:.6f} nats a token over {self.tokens:,} tokens, perplexity {math.exp(min(mean, 50.0)):.4f}"
+        perplexity = math.exp(min(mean, 50.0))
+        text = f"loss {mean:.6f} nats a token over {self.tokens:,} tokens, perplexity {perplexity:.4f}"
         if self.sets:
-            text += f"\naccuracy {self.right / self.sets:.4f}: the first is the likeliest in {self.right:,} of " \
-                    f"{self.sets:,} lines"
+            text += (f"\naccuracy {self.right / self.sets:.4f}: the first is the likeliest in {self.right:,} of "
+                     f"{self.sets:,} lines")
         return text
 
 
@@ -134,7 +135,8 @@ def score_files(
         UserError: see `translate_files`; a line has no translation, or it is not as `translations` says.
     """
     ranks = ranks or Ranks.alone()
-    lines_out = check_files([source, *([translations] if translations else [])], target, ranks)
+    inputs = [source] if not translations else [source, translations]
+    lines_out = check_files(inputs, target, ranks)
     models = load_models(folders, settings, ranks, expected)
     totals = Totals()
 
@@ -145,7 +147,8 @@ def score_files(
 
     def formatted(progress: Progress) -> Iterator[str]:
         items = _tab_separated(source) if translations is None else _side_by_side(source, translations)
-        for number, line in enumerate(share(items, lambda item: len(item[0]), work, ranks, progress), start=1):
+        lines = share(items, lambda item: len(item[0]), work, ranks, progress)
+        for number, line in enumerate(lines, start=1):
             scored = []
             for record in line:
                 record["pieces"] = [Piece(**piece) for piece in record["pieces"]]
@@ -214,41 +217,51 @@ def score_lines(
     src_vocab, trg_vocab = vocabs
     limit = max_length(models[0])
     lines = list(lines)
-    rows: list[tuple[int, list[int], list[int], Given]] = []
-    for i, ((text, translations), number) in enumerate(zip(lines, numbers or range(1, len(lines) + 1))):
+    results: list[list[Scored]] = []
+    rows: list[_Row] = []
+    for (text, translations), number in zip(lines, numbers or range(1, len(lines) + 1)):
         source = [*cut(src_vocab.encode(text.strip()), limit, f"line {number}", "used", warn), EOS]
-        for translation in translations:
+        results.append([Scored("", 0.0, 0.0, 0)] * len(translations))
+        for place, translation in enumerate(translations):
             ids = _ids(translation, trg_vocab, number)
             if translation.ended:
                 ids = [*cut(ids, limit, f"the translation of line {number}", "scored", warn), EOS]
-            rows.append((i, source, ids if translation.ended else ids[:limit], translation))
+            target = ids[:limit]
+            if target:
+                rows.append(_Row(len(results) - 1, place, source, target, translation))
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)
-    order = sorted((r for r in range(len(rows)) if rows[r][2]),
-                   key=lambda r: (-max(len(rows[r][1]), len(rows[r][2])), r))
-    scored: list[Scored] = [Scored("", 0.0, 0.0, 0)] * len(rows)
+    rows.sort(key=lambda row: -row.longest)
     done = 0
     with ExitStack() as stack, torch.inference_mode():
         for model in models:
             stack.enter_context(evaluating(model))
-        while done < len(order):
-            longest = max(len(ids) for ids in rows[order[done]][1:3])
-            batch = order[done : done + max(1, settings.batch_tokens // longest)]
-            sources, targets = [rows[r][1] for r in batch], [rows[r][2] for r in batch]
-            results_of_batch = _score(models, sources, targets, settings.ensemble, top)
-            for r, (log_probs, padding, likeliest) in zip(batch, results_of_batch, strict=True):
-                ids, translation = rows[r][2], rows[r][3]
+        while done < len(rows):
+            batch = rows[done : done + max(1, settings.batch_tokens // rows[done].longest)]
+            scores = _score(models, batch, settings.ensemble, top)
+            for row, (log_probs, padding, likeliest) in zip(batch, scores, strict=True):
+                text, ended = one_line(row.translation.text), row.translation.ended
                 total = math.fsum(log_probs)
-                score = total / penalty.divisor(max(1, len(ids)))
-                length = len(ids) - translation.ended
-                its_pieces = _pieces(trg_vocab, ids, log_probs, likeliest) if pieces else []
-                scored[r] = Scored(one_line(translation.text), score, total, length, translation.ended,
-                                   padding - total, its_pieces)
+                score = total / penalty.divisor(len(row.target))
+                its_pieces = _pieces(trg_vocab, row.target, log_probs, likeliest) if pieces else []
+                results[row.line][row.place] = Scored(text, score, total, len(row.target) - ended, ended,
+                                                      padding - total, its_pieces)
             done += len(batch)
-            progress(len(lines) * done // len(order))
-    results: list[list[Scored]] = [[] for _ in lines]
-    for (i, *_), result in zip(rows, scored, strict=True):
-        results[i].append(result)
+            progress(len(lines) * done // len(rows))
     return results
+
+
+class _Row(NamedTuple):
+    """A translation to score: its line, which of the line's it is (both from 0), and the token ids of both sides."""
+
+    line: int
+    place: int
+    source: list[int]
+    target: list[int]
+    translation: Given
+
+    @property
+    def longest(self) -> int:
+        return max(len(self.source), len(self.target))
 
 
 def _pieces(
@@ -274,36 +287,38 @@ def _ids(translation: Given, vocab: Vocabulary, number: int) -> list[int]:
 
 
 def _score(
-    models: Sequence[Transformer], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], mean: Mean,
-    top: int,
+    models: Sequence[Transformer], rows: Sequence[_Row], mean: Mean, top: int
 ) -> list[tuple[list[float], float, list[list[tuple[int, float]]]]]:
     """Of each target the log-probabilities of its tokens, how much these would be lower in sum if pad had its share of
     the probability, and the `top` likeliest tokens at each place, with theirs."""
     device = models[0].output_weight.device
-    src, lengths = padded(sources, device), torch.tensor([len(source) for source in sources], device=device)
-    out = padded(targets, device)
-    begin = padded([[BOS, *target[:-1]] for target in targets], device)[:, : out.size(1)]
+    src = padded([row.source for row in rows], device)
+    lengths = torch.tensor([len(row.source) for row in rows], device=device)
+    out = padded([row.target for row in rows], device)
+    begin = padded([[BOS, *row.target[:-1]] for row in rows], device)
     here = (out != PAD).flatten().nonzero().squeeze(1)
+    targets = out.flatten()[here]
     hidden = [model.decode(begin, model.encode(src, lengths), lengths).flatten(0, 1)[here] for model in models]
     size = max(1, CHUNK_LOGITS // len(models[0].output_weight))
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(here), size):
-        logits = mean_logits([model.logits(states[start : start + size])
-                              for model, states in zip(models, hidden, strict=True)], mean).float()
-        norms = log_normalisers(logits)[:, None]
+        of_models = []
+        for model, states in zip(models, hidden, strict=True):
+            of_models.append(model.logits(states[start : start + size]))
+        logits = mean_logits(of_models, mean).float()
+        norms = log_normalisers(logits)
         best = logits.topk(min(top, logits.size(1)))
-        chosen = logits.gather(1, out.flatten()[here][start : start + size, None])
+        chosen = logits.gather(1, targets[start : start + size, None]).squeeze(1)
         pad = torch.full_like(norms, -torch.inf)
         if len(models) == 1:
-            pad = (hidden[0][start : start + size] @ models[0].output_weight[PAD]).float()[:, None]
-        parts.append((chosen - norms, torch.logaddexp(norms, pad) - norms, best.values - norms, best.indices))
-    log_probs, padding, values, tokens = (torch.cat(column).tolist() for column in zip(*parts))
+            pad = (hidden[0][start : start + size] @ models[0].output_weight[PAD]).float()
+        padding = torch.logaddexp(norms, pad) - norms
+        parts.append((chosen - norms, padding, best.values - norms[:, None], best.indices))
+    log_probs, paddings, values, tokens = (torch.cat(column).tolist() for column in zip(*parts))
     results, start = [], 0
-    for target in targets:
-        span = slice(start, start + len(target))
-        own = [value for (value,) in log_probs[span]]
-        with_pad = math.fsum(value for (value,) in padding[span])
+    for row in rows:
+        span = slice(start, start + len(row.target))
         likeliest = [list(zip(*best)) for best in zip(tokens[span], values[span])]
-        results.append((own, with_pad, likeliest))
+        results.append((log_probs[span], math.fsum(paddings[span]), likeliest))
         start = span.stop
     return results

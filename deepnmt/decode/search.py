@@ -130,7 +130,8 @@ class _Record:
 
     def select(self, sentences: Tensor, positions: Tensor | None = None) -> None:
         """Goes on with `sentences` [b], which were at these positions; all finished ones must be ranked."""
-        self.best = self.best if positions is None else self.best[positions]
+        if positions is not None:
+            self.best = self.best[positions]
         self._parts.append((sentences, [], [], []))
         self._ranked = 0
 
@@ -164,16 +165,20 @@ class _Record:
         for sentences, tokens, origins, ended in self._parts:
             if not tokens:
                 continue
-            rows, steps, entries = sentences.cpu(), slice(step, step + len(tokens)), slice(entry, entry + len(ended))
-            step, entry = steps.stop, entries.stop
+            rows = sentences.cpu()
+            steps = slice(step, step + len(tokens))
             nexts[steps, rows] = torch.stack(tokens).cpu()
+            known = [origin for origin in origins if origin is not None]
+            if known:  # of all steps or of none
+                parents[steps, rows] = torch.stack(known).cpu()
+            entries = slice(entry, entry + len(ended))
             sums[rows, entries] = torch.stack([hypotheses.sums for hypotheses in ended], 1).cpu()
-            if origins[0] is not None:
-                parents[steps, rows] = torch.stack([origin for origin in origins if origin is not None]).cpu()
+            step, entry = steps.stop, entries.stop
         divisors = sums.new_tensor([hypotheses.divisor for hypotheses in finished])
         scores = (sums / divisors[:, None]).flatten(1)
         scores, best = scores.topk(self.best.size(1))
-        of, beam = best // beams, best % beams
+        of = best // beams  # the entry of `finished`
+        beam = best % beams
         lengths = nexts.new_tensor([hypotheses.length for hypotheses in finished])[of]
         words = nexts.new_zeros(*best.shape, int(lengths.max()))
         for number in reversed(range(words.size(2))):
@@ -213,8 +218,11 @@ def _grow_hypotheses(
             another hypothesis must beat to be among the N best.
         prompt: whether it changes the result if a sentence goes on after it is done.
     """
-    ends, device, on = set(limits.tolist()), limits.device, device_.on_gpu(limits)
-    longest, checks, width = max(ends), GPU_CHECKS if on else 1, sums.size(1)
+    device, on = limits.device, device_.on_gpu(limits)
+    ends = set(limits.tolist())
+    longest = max(ends)
+    checks = GPU_CHECKS if on else 1
+    width = sums.size(1)
     record = _Record(sums, keep)
     sentences, order = torch.arange(len(limits), device=device), torch.arange(width, device=device)
     first = order.new_empty(0)  # row of each sentence
@@ -222,27 +230,31 @@ def _grow_hypotheses(
     last = torch.full((sums.numel(),), BOS, device=device)
     for length in range(1, longest + 1):
         # All search methods pass here, so rules on tokens are kept here.
-        logits, given, may_end = stepper.step(last), rules.given(sentences, length), None
+        logits = stepper.step(last)
         at_limit = limits == length if length in ends else None
-        if length <= rules.min_length:
-            may_end = limits == length
+        may_end = limits == length if length <= rules.min_length else None
+        given = rules.given(sentences, length)
         if given is not None:
-            may_end = given == PAD if may_end is None else may_end & (given == PAD)
+            behind = given == PAD
+            may_end = behind if may_end is None else may_end & behind
             forced = sums + _log_probs(logits, given.repeat_interleave(width)).view_as(sums)
         norms = rules.bar_repeats(logits, tokens, length)
         step = extend(logits, _Place(sentences, sums, length, at_limit, may_end, norms))
         if given is not None:
             here = (given != PAD)[:, None]
-            step = step._replace(
-                live=torch.where(here, forced, step.live), nexts=torch.where(here, given[:, None], step.nexts),
-                parents=None if step.parents is None else torch.where(here, order, step.parents))
-        sums, truncated, parents, nexts = step.live, None, step.parents, step.nexts
+            live, nexts = torch.where(here, forced, step.live), torch.where(here, given[:, None], step.nexts)
+            step = step._replace(live=live, nexts=nexts)
+            if step.parents is not None:
+                step = step._replace(parents=torch.where(here, order, step.parents))
+        sums, parents, nexts = step.live, step.parents, step.nexts
+        truncated = None
         if at_limit is not None:
             truncated = sums.masked_fill(~at_limit[:, None], -torch.inf)
             sums = sums.masked_fill(at_limit[:, None], -torch.inf)
         record.add(step, length, penalty.divisor(length), truncated)
         if rules.no_repeat:
-            tokens = tokens if parents is None else tokens.gather(1, parents[:, :, None].expand_as(tokens))
+            if parents is not None:
+                tokens = tokens.gather(1, parents[:, :, None].expand_as(tokens))
             tokens[:, :, length - 1] = nexts
         if prompt or length % checks == 0:
             done = is_done(sentences, sums, record.rank())
@@ -254,9 +266,10 @@ def _grow_hypotheses(
             if len(stay) <= (1 - COMPACT_AT) * len(done):
                 stepper.select(stay)
                 positions = indices(stay, device)
-                sentences, limits, tokens, sums, nexts = (
-                    each[positions] for each in (sentences, limits, tokens, sums, nexts))
-                parents = None if parents is None else parents[positions]
+                sentences, limits, tokens = sentences[positions], limits[positions], tokens[positions]
+                sums, nexts = sums[positions], nexts[positions]
+                if parents is not None:
+                    parents = parents[positions]
                 record.select(sentences, positions)
         # After the first step all rows of a sentence in the stepper are still equal.
         if parents is not None and length > 1 and (on or not torch.equal(parents, order.expand_as(parents))):
@@ -274,9 +287,12 @@ def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _compacted(done: list[bool]) -> list[int]:
     """The indices of the b' sentences that are not done. Most keep their place; those from b' on fill gaps."""
-    count = done.count(False)
-    rest = (i for i in range(count, len(done)) if not done[i])
-    return [next(rest) if done[i] else i for i in range(count)]
+    stay = list(range(done.count(False)))
+    gaps = [i for i in stay if done[i]]
+    rest = [i for i in range(len(stay), len(done)) if not done[i]]
+    for gap, sentence in zip(gaps, rest, strict=True):
+        stay[gap] = sentence
+    return stay
 
 
 def beam_search(
@@ -313,7 +329,8 @@ def beam_search(
     device = limits.device
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
     most = math.inf if patience is None else math.ceil(min(patience * beams, 2**53))
-    last_divisors = torch.tensor([penalty.divisor(limit) for limit in limits.tolist()], device=device)
+    divisors = [penalty.divisor(limit) for limit in limits.tolist()]
+    last_divisors = torch.tensor(divisors, device=device)
     apart = indices([EOS, *rules.never], device)
     start = torch.full((len(limits), beams), -torch.inf, device=device)
     start[:, 0] = 0.0  # all beams start equal, so only one is used
@@ -338,8 +355,10 @@ def beam_search(
         return _Step(ended, live, nexts.view(len(sums), -1).gather(1, best), best // log_probs.size(1))
 
     def is_done(sentences: Tensor, sums: Tensor, worst: Tensor) -> Tensor:
-        hopeless = sums[:, 0] / last_divisors[sentences] <= worst
-        return hopeless if patience is None else hopeless | (counts[sentences] >= most)
+        done = sums[:, 0] / last_divisors[sentences] <= worst
+        if patience is not None:
+            done |= counts[sentences] >= most
+        return done
 
     return _grow_hypotheses(stepper, limits, start, nbest, penalty, rules, extend, is_done,
                             prompt=patience is not None)
@@ -375,13 +394,13 @@ def make_sampler(
     def sample(logits: Tensor, sentences: Tensor, step: int) -> Tensor:
         # In float64 an fp32 number below 1 times the total is below the total, so the index is always in range.
         p = (logits.double() / temperature).softmax(1)
-        least = p.amax(1, keepdim=True).clamp_max(epsilon) if epsilon else None
+        least = p.amax(1, keepdim=True).clamp_max(epsilon)
         if top_k or top_p < 1.0:
             likeliest, tokens = p.sort(dim=1, descending=True, stable=True)
             likeliest[:, top_k or p.size(1):] = 0.0
             likeliest[likeliest.cumsum(1) - likeliest >= top_p] = 0.0
             p = torch.zeros_like(p).scatter_(1, tokens, likeliest)
-        if least is not None:
+        if epsilon:
             p[p < least] = 0.0
         mass = p.cumsum(1)
         points = uniforms[sentences, :, step].double().view(-1, 1) * mass[:, -1:]
@@ -411,13 +430,14 @@ def decode_independently(
     never = indices(rules.never, limits.device)
 
     def extend(logits: Tensor, place: _Place) -> _Step:
-        sums, may_end, logits = place.sums, place.may_end, logits.float()
+        logits = logits.float()
         norm = log_normalisers(logits) if place.norms is None else place.norms
         logits[:, never] = -torch.inf
-        if may_end is not None:
-            logits[:, EOS].masked_fill_(~may_end.repeat_interleave(count), -torch.inf)
+        if place.may_end is not None:
+            logits[:, EOS].masked_fill_(~place.may_end.repeat_interleave(count), -torch.inf)
         chosen = choose(logits, place.sentences, place.length - 1)
-        sums = sums + (logits.gather(1, chosen[:, None]).squeeze(1) - norm).view_as(sums)
+        log_probs = logits.gather(1, chosen[:, None]).squeeze(1) - norm
+        sums = place.sums + log_probs.view_as(place.sums)
         nexts = chosen.view_as(sums)
         eos = nexts == EOS
         return _Step(sums.masked_fill(~eos, -torch.inf), sums.masked_fill(eos, -torch.inf), nexts, None)

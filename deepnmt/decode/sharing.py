@@ -38,7 +38,8 @@ def share(
     `start`: lines worked on before these.
     """
     for chunk in in_chunks(items):
-        mine = sorted(range(len(chunk)), key=lambda i: (-length(chunk[i]), i))[ranks.rank :: ranks.world]
+        by_length = sorted(range(len(chunk)), key=lambda i: (-length(chunk[i]), i))
+        mine = by_length[ranks.rank :: ranks.world]
         numbers = [start + i + 1 for i in mine]
         report = partial(_report, progress, start, len(chunk), ranks.world)
         done = work([chunk[i] for i in mine], numbers, report)

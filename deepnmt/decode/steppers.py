@@ -100,8 +100,8 @@ class PromptStepper:
             if self._first:  # all hypotheses of a sentence are still equal
                 logits[sentences] = self._model.logits(self._model.step(given[:, 0], cache))[:, None]
             else:
-                found = self._model.logits(self._model.step(given.flatten(), cache))
-                logits[sentences] = found.view(len(sentences), self._beams, vocab)
+                own = self._model.logits(self._model.step(given.flatten(), cache))
+                logits[sentences] = own.view(len(sentences), self._beams, vocab)
         self._first = False
         return logits.flatten(0, 1)
 
@@ -114,10 +114,14 @@ class PromptStepper:
     def select(self, sentences: Sequence[int]) -> None:
         groups = []
         for rows, cache, end in self._groups:
-            place = {row: index for index, row in enumerate(rows)}
-            stay = [number for number, sentence in enumerate(sentences) if sentence in place]
+            place_of = {row: place for place, row in enumerate(rows)}
+            places, stay = [], []
+            for number, sentence in enumerate(sentences):
+                if sentence in place_of:
+                    places.append(place_of[sentence])
+                    stay.append(number)
             if stay:
-                cache.select([place[sentences[number]] for number in stay])
+                cache.select(places)
                 groups.append((stay, cache, end))
         self._groups = groups
 

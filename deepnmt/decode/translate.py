@@ -13,10 +13,10 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -147,7 +147,9 @@ def translate_files(
     lines_out = check_files([source, *beside], target, ranks)
     if alignments == target:
         raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
-    outputs = [lines_out, *([check_files([source], alignments, ranks)] if alignments else [])]
+    outputs = [lines_out]
+    if alignments:
+        outputs.append(check_files([source], alignments, ranks))
     if part != WHOLE and lines_out and lines_out.exists() and not parts_folder(lines_out).exists():
         print_status(f"{lines_out} is there already; remove it to have it made again")
         return 0
@@ -158,25 +160,30 @@ def translate_files(
     at_once = source == target == "-" and not beside and _is_pipe(sys.stdin)
     chunks: Iterable[Sequence[tuple[str, ...]]]
     if at_once:
-        chunks = ([(line,) for line in lines] for lines in arriving_lines(sys.stdin.fileno(), "standard input"))
+        arriving = arriving_lines(sys.stdin.fileno(), "standard input")
+        chunks = (list(zip(lines)) for lines in arriving)  # rows of one text
     else:
         chunks = in_chunks(in_step(source, *beside))
     facts = {**_facts(models, settings), "seed": seed, "--format": output_format, "--alignments": bool(alignments),
              "--prefix": bool(prefixes), "--references": bool(references),
              "the metric that chooses": judge.command if judge else None}
+    write = WRITERS[output_format].hypotheses
     passed = skipped = 0
     with counted("{:,} lines translated", ranks) as progress, \
             open_outputs(outputs, facts, part, ranks, at_once) as out:
 
         def translated(items: Sequence[tuple[str, ...]]) -> Iterator[list[str]]:
             lines, *more = zip(*items)
-            for number, hypotheses in enumerate(translate_shards(
-                    models.all[0], models.vocabs, lines, settings, ranks, prefixes=more[0] if prefixes else None,
-                    references=more[-1] if references else None, judge=judge, seed=seed, start=passed,
-                    stepper=stepper or models.stepper, searcher=models.searcher, aligned=bool(alignments),
-                    progress=lambda count: progress(count - skipped)), start=passed + 1):
-                output = [WRITERS[output_format].hypotheses(number, hypotheses)]
-                yield [*output, *([pharaoh(hypotheses[0].alignment or []) + "\n"] if alignments else [])]
+            translations = translate_shards(
+                models.all[0], models.vocabs, lines, settings, ranks, prefixes=more[0] if prefixes else None,
+                references=more[-1] if references else None, judge=judge, seed=seed, start=passed,
+                stepper=stepper or models.stepper, searcher=models.searcher, aligned=bool(alignments),
+                progress=lambda count: progress(count - skipped))
+            for number, hypotheses in enumerate(translations, start=passed + 1):
+                output = [write(number, hypotheses)]
+                if alignments:
+                    output.append(pharaoh(hypotheses[0].alignment or []) + "\n")
+                yield output
 
         for items in chunks:
             if out.lacks(items):
@@ -189,14 +196,18 @@ def translate_files(
 
 def _facts(models: Models, settings: config.Translate) -> dict[str, Any]:
     """What translations depend on beside the text, but for how many are computed at once."""
-    weights = []
+    members = []
     for member in models.members:
-        files = read_manifest(member.folder)["files"]
-        weights.append([member.recipe.model.model_dump(mode="json"),
-                        {name: file["sha256"] for name, file in files.items() if name.endswith((".safetensors", ".spm"))
-                         and not name.startswith("moments")}])
-    search = {f"translate.{name}": value for name, value in settings.model_dump(exclude={"batch_tokens"}).items()}
-    return {"deepnmt": __version__, "model": hash_of(weights), **search, "lines of a chunk": sharing.CHUNK}
+        hashes = {}
+        for name, file in read_manifest(member.folder)["files"].items():
+            if name.endswith((".safetensors", ".spm")) and not name.startswith("moments"):
+                hashes[name] = file["sha256"]
+        members.append([member.recipe.model.model_dump(mode="json"), hashes])
+    facts: dict[str, Any] = {"deepnmt": __version__, "model": hash_of(members)}
+    for name, value in settings.model_dump(exclude={"batch_tokens"}).items():
+        facts[f"translate.{name}"] = value
+    facts["lines of a chunk"] = sharing.CHUNK
+    return facts
 
 
 def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | None:
@@ -218,7 +229,10 @@ def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | Non
     if sources.count("-") > 1:
         raise UserError("two inputs are standard input; give a file for one of them")
     out = None if target == "-" else Path(target)
-    for file in (Path(source) for source in sources if source != "-"):
+    for source in sources:
+        if source == "-":
+            continue
+        file = Path(source)
         if not file.is_file():
             raise UserError(f"there is no input file {file}; give an existing text or .gz file, or - for standard "
                             "input")
@@ -241,7 +255,8 @@ def in_step(name: str, *others: str) -> Iterator[tuple[str, ...]]:
             if other != "-":
                 for _ in side_by_side(read_text(name), read_text(other), name, other):
                     pass
-    for row in itertools.zip_longest(*(read_text(each) for each in (name, *others))):
+    texts = [read_text(each) for each in (name, *others)]
+    for row in itertools.zip_longest(*texts):
         if None in row:  # of standard input
             raise UserError(f"{', '.join((name, *others))} have different numbers of lines; line N of one must belong "
                             "to line N of the others")
@@ -307,15 +322,24 @@ def translate_shards(
     hypotheses in order on rank 0, nothing on other ranks. `start`: lines translated before these."""
 
     def work(items: list[tuple[str, str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
-        texts, begins, given = map(list, zip(*items)) if items else ([], [], [])
-        translated = translate_lines(model, vocabs, texts, settings, prefixes=begins,
-                                     references=None if references is None else given, judge=judge, seed=seed,
-                                     numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned,
-                                     progress=progress, warn=warn)
-        return [[list(asdict(h).values()) for h in best] for best in translated]
+        texts, begins, known = [], [], []
+        for text, begin, reference in items:
+            texts.append(text)
+            begins.append(begin)
+            known.append(reference)
+        translations = translate_lines(model, vocabs, texts, settings, prefixes=begins,
+                                       references=None if references is None else known, judge=judge, seed=seed,
+                                       numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned,
+                                       progress=progress, warn=warn)
+        records = []
+        for hypotheses in translations:
+            records.append([list(asdict(h).values()) for h in hypotheses])
+        return records
 
     empty = itertools.repeat("")
-    items = zip(lines, empty if prefixes is None else prefixes, empty if references is None else references)
+    begins_of_all = empty if prefixes is None else prefixes
+    known_of_all = empty if references is None else references
+    items = zip(lines, begins_of_all, known_of_all)
     for best in share(items, lambda item: len(item[0]), work, ranks, progress, start):
         yield [Hypothesis(*h) for h in best]
 
@@ -360,69 +384,100 @@ def translate_lines(
     Raises:
         UserError: the model's scores are NaN, or there is no memory for a single line.
     """
-    src_vocab, trg_vocab = vocabs
+    trg_vocab = vocabs[1]
     texts = list(lines)
     known = None if references is None else list(references)
+    begins = [""] * len(texts) if prefixes is None else list(prefixes)
     _require_choosable(settings, known, judge)
-    wanted, settings = settings.nbest, settings.model_copy(update={"nbest": max(settings.nbest, settings.candidates)})
-    begins = list(prefixes) if prefixes is not None else [""] * len(texts)
-    ids = list(range(1, len(texts) + 1)) if numbers is None else list(numbers)
-    limit, most_read = max_length(model), longest_source(model)
-    setting = "model.max_length" if most_read == limit else "half of model.max_length"
-    sources: list[list[int]] = []  # token ids with eos; none for an empty line
-    given: list[list[int]] = []  # token ids
-    for text, begin, number in zip(texts, begins, ids, strict=True):
-        pieces = cut(src_vocab.encode(text.strip()), most_read, f"line {number}", "translated", warn, setting)
-        words = src_vocab.split_tags(text.strip())[1]  # a line of tags alone is empty
-        sources.append([*pieces, EOS] if pieces and words else [])
-        given.append(cut(trg_vocab.encode(begin.strip()), limit, f"the prefix of line {number}", "used", warn)
-                     if begin else [])
+    count = settings.nbest
+    settings = settings.model_copy(update={"nbest": max(count, settings.candidates)})
+    encoded = _encode(model, vocabs, texts, begins, numbers or range(1, len(texts) + 1), warn)
+    encoded.sort(key=lambda line: -len(line.source))
     # Hypotheses searched at once for a sentence. A batch counts the tokens of each, and padding, so its memory does not
     # grow with the beam.
     wide = SEARCHES[settings.method].width
     width: int = getattr(settings, wide)
-    barred = (*(() if settings.unknown else (UNK,)), *trg_vocab.tags.values())
-    order = sorted((i for i, source in enumerate(sources) if source), key=lambda i: (-len(sources[i]), i))
+    barred = tuple(trg_vocab.tags.values())
+    if not settings.unknown:
+        barred = (UNK, *barred)
     results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
     layer = alignment_layer(model, settings.alignment_layer)
-    done, device = 0, model.output_weight.device
+    device = model.output_weight.device
     remedy = f"lower translate.beam ({settings.beam:,}) or translate.batch_tokens ({settings.batch_tokens:,})"
     with evaluating(model), torch.inference_mode(), enough_memory(remedy):
-        most = len(order)  # sentences of a batch, as long as there is memory for so many
-        while done < len(order):
-            longest = len(sources[order[done]])
-            size = min(max(1, settings.batch_tokens // (longest * width)), most,
-                       sentences_that_fit(model, longest, most_steps(model, settings, longest), width))
-            batch = order[done : done + size]
-            try:
-                searched = None
-                if batch:
-                    searched = _search(model, [sources[i] for i in batch], [given[i] for i in batch],
-                                       [ids[i] for i in batch], settings, width, seed, stepper, searcher, barred)
-            except torch.OutOfMemoryError:
-                searched = None  # outside of here, where the error keeps the tensors of the search
+        done = 0
+        most = len(encoded)  # sentences of a batch, as long as there is memory for so many
+        while done < len(encoded):
+            longest = len(encoded[done].source)
+            room = sentences_that_fit(model, longest, most_steps(model, settings, longest), width)
+            size = min(max(1, settings.batch_tokens // (longest * width)), most, room)
+            batch = encoded[done : done + size]
+            searched = None  # if there is too little memory
+            if batch:
+                with suppress(torch.OutOfMemoryError):  # it keeps the tensors of the search until here
+                    searched = _search(model, batch, settings, seed, stepper, searcher, barred)
             if searched is None:
                 most = len(batch) // 2
                 if not most:
+                    on_cpu = "" if device.type == "cpu" else ", or parallel.device=cpu"
                     raise UserError(f"one line of {longest} tokens needs more memory than {device} has for it; set "
                                     f"translate.{wide} ({width:,}) or translate.max_ratio ({settings.max_ratio:g}) "
-                                    "lower" + ", or parallel.device=cpu" * (device.type != "cpu"))
+                                    f"lower{on_cpu}")
                 release(device)
                 continue
-            for i, candidates in zip(batch, searched, strict=True):
-                results[i] = [Hypothesis(one_line(trg_vocab.decode(c.tokens)), c.score, c.log_prob, len(c.tokens),
-                                         c.ended, trg_vocab.to_pieces(c.tokens)) for c in candidates]
+            for line, candidates in zip(batch, searched, strict=True):
+                hypotheses = [_hypothesis(candidate, trg_vocab) for candidate in candidates]
+                values = None
                 if settings.method == "mbr" or settings.choose == "mbr":
-                    values = expected_chrf([h.text for h in results[i]])
-                    candidates, results[i] = _best(candidates, results[i], values, wanted)
+                    values = expected_chrf([h.text for h in hypotheses])
                 elif settings.choose == "chrf" and known:
-                    values = [chrf(h.text, known[i]) for h in results[i]]
-                    candidates, results[i] = _best(candidates, results[i], values, wanted)
+                    values = [chrf(h.text, known[line.index]) for h in hypotheses]
+                if values is not None:
+                    chosen = _best(hypotheses, values, count)
+                    candidates = [candidates[k] for k in chosen]
+                    hypotheses = [replace(hypotheses[k], score=values[k]) for k in chosen]
                 if aligned:
-                    results[i] = _aligned(model, layer, sources[i], candidates, results[i], vocabs)
+                    hypotheses = _aligned(model, layer, line.source, candidates, hypotheses, vocabs)
+                results[line.index] = hypotheses
             done += len(batch)
             progress(done)
-    return results if judge is None else _judged(texts, results, known, judge, wanted)
+    return results if judge is None else _judged(texts, results, known, judge, count)
+
+
+class _Line(NamedTuple):
+    """A line to translate: its index among the texts of a call, its number, the token ids of the source with eos, and
+    those that its translation begins with."""
+
+    index: int
+    number: int
+    source: list[int]
+    given: list[int]
+
+
+def _encode(
+    model: Transformer, vocabs: tuple[Vocabulary, Vocabulary], texts: Sequence[str], begins: Sequence[str],
+    numbers: Iterable[int], warn: bool,
+) -> list[_Line]:
+    """The lines that are not empty; a line of tags alone is."""
+    src_vocab, trg_vocab = vocabs
+    limit, most_read = max_length(model), longest_source(model)
+    setting = "model.max_length" if most_read == limit else "half of model.max_length"
+    lines: list[_Line] = []
+    for index, (text, begin, number) in enumerate(zip(texts, begins, numbers, strict=True)):
+        source = cut(src_vocab.encode(text.strip()), most_read, f"line {number}", "translated", warn, setting)
+        given = []
+        if begin:
+            given = cut(trg_vocab.encode(begin.strip()), limit, f"the prefix of line {number}", "used", warn)
+        _, words = src_vocab.split_tags(text.strip())
+        if source and words:
+            lines.append(_Line(index, number, [*source, EOS], given))
+    return lines
+
+
+def _hypothesis(candidate: Candidate, vocab: Vocabulary) -> Hypothesis:
+    tokens = candidate.tokens
+    return Hypothesis(one_line(vocab.decode(tokens)), candidate.score, candidate.log_prob, len(tokens),
+                      candidate.ended, vocab.to_pieces(tokens))
 
 
 def _require_choosable(settings: config.Translate, references: Sequence[str] | None, judge: Judge | None) -> None:
@@ -435,13 +490,12 @@ def _require_choosable(settings: config.Translate, references: Sequence[str] | N
                         "translate.choose=score translate.candidates=1")
 
 
-def _best(
-    candidates: list[Candidate], hypotheses: list[Hypothesis], values: Sequence[float], count: int
-) -> tuple[list[Candidate], list[Hypothesis]]:
-    """The `count` different hypotheses with the highest values, which are their scores, and their tokens."""
-    first = {h.text: k for k, h in reversed(list(enumerate(hypotheses)))}  # of equal texts the likeliest
-    chosen = sorted(first.values(), key=lambda k: (-values[k], k))[:count]
-    return [candidates[k] for k in chosen if candidates], [replace(hypotheses[k], score=values[k]) for k in chosen]
+def _best(hypotheses: Sequence[Hypothesis], values: Sequence[float], count: int) -> list[int]:
+    """Which `count` different hypotheses have the highest values, best first."""
+    first: dict[str, int] = {}
+    for k, hypothesis in enumerate(hypotheses):
+        first.setdefault(hypothesis.text, k)  # of equal texts the likeliest
+    return sorted(first.values(), key=lambda k: (-values[k], k))[:count]
 
 
 def _judged(
@@ -449,12 +503,20 @@ def _judged(
     count: int,
 ) -> list[list[Hypothesis]]:
     """The best `count` hypotheses of each line by a program, which is started once."""
-    sizes = [len(hypotheses) for hypotheses in results]
-    values = iter(judge(
-        [text for text, size in zip(texts, sizes, strict=True) for _ in range(size)],
-        [h.text for hypotheses in results for h in hypotheses],
-        [text for text, size in zip(references or texts, sizes, strict=True) for _ in range(size)]))
-    return [_best([], hypotheses, [next(values) for _ in hypotheses], count)[1] for hypotheses in results]
+    sources, translations, known = [], [], []
+    for text, reference, hypotheses in zip(texts, references or texts, results, strict=True):
+        for hypothesis in hypotheses:
+            sources.append(text)
+            translations.append(hypothesis.text)
+            known.append(reference)
+    values = judge(sources, translations, known)
+    chosen, start = [], 0
+    for hypotheses in results:
+        own = values[start : start + len(hypotheses)]
+        best = _best(hypotheses, own, count)
+        chosen.append([replace(hypotheses[k], score=own[k]) for k in best])
+        start += len(hypotheses)
+    return chosen
 
 
 def _aligned(
@@ -462,10 +524,12 @@ def _aligned(
     vocabs: tuple[Vocabulary, Vocabulary],
 ) -> list[Hypothesis]:
     """The hypotheses of a sentence with their alignments."""
-    device, targets = model.output_weight.device, [c.tokens for c in candidates]
-    src, lengths = padded([source] * len(targets), device), torch.tensor([len(source)] * len(targets), device=device)
-    links = align(model, layer, src, lengths, padded([[BOS, *target] for target in targets], device)
-                  [:, : max_length(model)], targets, vocabs)
+    device = model.output_weight.device
+    targets = [candidate.tokens for candidate in candidates]
+    src = padded([source] * len(targets), device)
+    lengths = torch.tensor([len(source)] * len(targets), device=device)
+    trg_in = padded([[BOS, *target] for target in targets], device)[:, : max_length(model)]
+    links = align(model, layer, src, lengths, trg_in, targets, vocabs)
     return [replace(h, alignment=alignment) for h, alignment in zip(hypotheses, links, strict=True)]
 
 
@@ -481,27 +545,24 @@ def cut(
 
 
 def _search(
-    model: Transformer, sources: Sequence[Sequence[int]], given: Sequence[Sequence[int]], numbers: Sequence[int],
-    settings: config.Translate, width: int, seed: int, stepper: MakeStepper, searcher: Searcher | None,
-    barred: tuple[int, ...],
+    model: Transformer, lines: Sequence[_Line], settings: config.Translate, seed: int, stepper: MakeStepper,
+    searcher: Searcher | None, barred: tuple[int, ...],
 ) -> list[list[Candidate]]:
-    """Searches one batch; the best hypotheses come first.
-
-    Args:
-        sources: token ids with eos.
-        given: token ids that hypotheses begin with.
-        numbers: their line numbers.
-        barred: tokens that are not chosen.
-    """
-    device = model.output_weight.device
-    lengths = [len(source) for source in sources]
-    most = [most_steps(model, settings, n, len(begin)) for n, begin in zip(lengths, given, strict=True)]
+    """Searches one batch; the best hypotheses come first. `barred`: tokens that are not chosen."""
+    sources, given, lengths, most = [], [], [], []
+    for line in lines:
+        sources.append(line.source)
+        given.append(line.given)
+        lengths.append(len(line.source))
+        most.append(most_steps(model, settings, len(line.source), len(line.given)))
     if searcher is not None:
         if any(given):
             raise UserError(f"translate.backend is {settings.backend}, with which deepnmt gives no beginnings of "
                             "translations; set translate.backend=torch")
         return searcher.search(sources, most, settings, barred)
-    return search_batch(model, padded(sources, device), lengths, most, given, numbers, settings, seed, stepper, barred)
+    src = padded(sources, model.output_weight.device)
+    numbers = [line.number for line in lines]
+    return search_batch(model, src, lengths, most, given, numbers, settings, seed, stepper, barred)
 
 
 def search_batch(
@@ -514,12 +575,16 @@ def search_batch(
         src: as the model's `encode` takes them, token ids [B, S] or others.
         lengths: of the sources, as the encoder counts them.
         most: of each source, the most tokens of a hypothesis.
-        given, numbers, barred: see `_search`.
+        given: token ids that the hypotheses of each begin with.
+        numbers: their line numbers.
+        barred: tokens that are not chosen.
     """
-    device, width = model.output_weight.device, getattr(settings, SEARCHES[settings.method].width)
+    device = model.output_weight.device
+    width = getattr(settings, SEARCHES[settings.method].width)
     state = stepper(model, src, torch.tensor(lengths, device=device), width, max(most))
     limits = torch.tensor(most, device=device)
-    rules = Rules(barred, settings.min_length, settings.no_repeat_ngram, padded(given, device) if any(given) else None)
+    prefixes = padded(given, device) if any(given) else None
+    rules = Rules(barred, settings.min_length, settings.no_repeat_ngram, prefixes)
     penalty = LengthPenalty(settings.length_penalty, settings.alpha)
     if settings.method == "beam":
         return beam_search(state, limits, width, settings.nbest, penalty, settings.patience, settings.finish, rules)
@@ -535,8 +600,11 @@ def search_batch(
 
 def most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
     """The longest translation of a sentence of `length` tokens that begins with `given` ones."""
-    longest = max_length(model) - (0 if "encoder" in model.sides else length)
-    return min(longest, max(given + 1, int(min(settings.max_ratio * length, longest)) + settings.max_extra))
+    longest = max_length(model)
+    if "encoder" not in model.sides:  # the sentence itself takes positions
+        longest -= length
+    by_ratio = int(min(settings.max_ratio * length, longest)) + settings.max_extra
+    return min(longest, max(given + 1, by_ratio))
 
 
 def sentences_that_fit(model: Transformer, length: int, steps: int, width: int) -> int:
@@ -544,13 +612,13 @@ def sentences_that_fit(model: Transformer, length: int, steps: int, width: int) 
     where too little memory is an error; on a CPU the kernel may end the process."""
     device = model.output_weight.device
     count = int(0.9 * free_memory(device)) // model.decoding_bytes(length, steps, width)
-    return max(count, int(device.type != "cpu"))
+    return count if device.type == "cpu" else max(count, 1)
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Token ids [B, T], pad behind the shorter rows."""
-    return pad_sequence([torch.tensor(row, dtype=torch.int64) for row in rows], batch_first=True,
-                        padding_value=PAD).to(device)
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=PAD).to(device)
 
 
 def one_line(text: str) -> str:
