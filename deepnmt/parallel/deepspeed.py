@@ -52,6 +52,14 @@ if get_accelerator().device_name() == "cpu":
     # compile, and warn of each that it cannot: on a GPU without the CUDA toolkit seven lines for every process.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
+# Every engine of DeepSpeed imports DeepSpeed's Muon, which has a function compiled: a second of every start for
+# PyTorch's compiler. deepnmt has a Muon of its own (`optim/optimizers.py`), so that one stays as it is written.
+_compile, torch.compile = torch.compile, lambda function, **_: function  # type: ignore[assignment]
+try:
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+finally:
+    torch.compile = _compile
+
 
 def link_moments(optimizer: Any) -> None:
     """Makes the moments of every parameter group visible to the per-parameter calls, once a ZeRO-1 or 2 optimizer has

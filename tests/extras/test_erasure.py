@@ -48,13 +48,14 @@ def listed(said: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each copy, `without-VISITOR` and `without-all`, and `with-all`."""
+    """A folder for each copy, `without-VISITOR` and `without-all`, and `with-all`. A copy has what Python has compiled
+    already (its files are as old as the checkout's), but nothing that another process is just writing."""
     folder = tmp_path_factory.mktemp("erased")
     for name, gone in {"with-all": [], "without-all": VISITORS, **{f"without-{v}": [v] for v in VISITORS}}.items():
         copy = folder / name
         copy.mkdir()
         for part in ("deepnmt", "tests", "studies"):
-            shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*"))
         for part in ("docs", "recipes", "ds_configs", "setup.cfg", "pyproject.toml"):
             (copy / part).symlink_to(ROOT / part)
         for visitor in gone:

@@ -156,8 +156,9 @@ def serve() -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported
     quiet_libraries()
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # DeepSpeed would import it: a second
     for name in ("pytest", "deepnmt.cli", "deepnmt.training.trainer", "deepnmt.parallel.pipeline.engine",
-                 "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed's first engine would import it
+                 "torch._dynamo",  # PyTorch's optimizers would import it
                  *sys.argv[1:]):
         importlib.import_module(name)
     from deepspeed.accelerator import get_accelerator
