@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests share the cores: no thread spins while it has no work
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that a test starts would compile deepnmt anew
 

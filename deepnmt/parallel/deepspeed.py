@@ -56,7 +56,7 @@ if get_accelerator().device_name() == "cpu":
 # PyTorch's compiler. deepnmt has a Muon of its own (`optim/optimizers.py`), so that one stays as it is written.
 _compile, torch.compile = torch.compile, lambda function, **_: function  # type: ignore[assignment]
 try:
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import deepspeed.runtime.zero.muon.original_muon
 finally:
     torch.compile = _compile
 

@@ -45,8 +45,12 @@ def test_importing_deepnmt_imports_nothing_else() -> None:
               "import deepnmt.training.log\n"
               "assert deepnmt.train.__module__ == 'deepnmt.api' and deepnmt.load.__doc__\n"
               "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('deepnmt.')}\n"
-              "assert not rooms & {'doctor', 'demo', 'cli'} and 'studies' not in sys.modules\n")
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+              "assert not rooms & {'doctor', 'demo', 'cli'} and 'studies' not in sys.modules\n"
+              "import tiny_run\n"
+              "tiny_run.weights_of(tiny_run.recipe_of('run'))\n"
+              "assert 'torch._dynamo' not in sys.modules, 'a model is made without the compiler: 1.4 s'\n")
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT,
+                   env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")})
     assert callable(deepnmt.train) and Monitor.__module__ == "deepnmt.training.log"
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         deepnmt.trian  # noqa: B018

@@ -199,6 +199,8 @@ def test_every_example_runs_from_the_wheel(
             if command in ("copy", "new", "split"):  # they refuse to write what is there
                 folder = workplace / f"{command}-{number}"
                 shutil.copytree(workplace / "new", folder)
+            if words[1] == "diagnose" and number < 2:  # test_diagnose.py tries other recipes
+                words += ["--minutes", "0"]
             arguments, _, given = (" ".join(map(shlex.quote, words[1:]))).partition(" '<' ")
             lines.append((str(folder), shlex.split(arguments), given))
     assert left_out == set(NOT_RUN), "an example has changed"

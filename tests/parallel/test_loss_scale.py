@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ def trial(layout: str, stages: str) -> None:
     with processes(threads=1, group=True) as ranks:
         scales, used = gradients(layout, int(stages), WINDOW, OVERFLOWS, ranks)
         constant, control = gradients(layout, int(stages), 10**6, [False] * len(used), ranks)
+    assert "torch._inductor.compile_fx" not in sys.modules, "PyTorch's compiler, a second of every start"
     assert scales == fairseq_rule(OVERFLOWS, INITIAL, WINDOW, FLOOR)
     assert FLOOR in scales and max(scales) == 4 * INITIAL, "the sequence must reach the floor and grow twice"
     assert set(constant) == {INITIAL}

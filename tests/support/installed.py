@@ -100,7 +100,7 @@ def install(wheel: Path, python: Path, *options: str) -> None:
 
 def environment(programs: Path, home: Path | None = None, **more: str) -> dict[str, str]:
     """The variables of a new shell in which these programs are found first, as a user has them: HOME and PATH, and none
-    that the suite or its machine sets.
+    that the suite or its machine sets, but the one that keeps threads without work from taking other tests' cores.
 
     Args:
         home: a folder for caches; without, one beside the programs.
@@ -108,4 +108,5 @@ def environment(programs: Path, home: Path | None = None, **more: str) -> dict[s
     """
     home = home or programs.parent / "home"
     home.mkdir(exist_ok=True)
-    return {"HOME": str(home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **more}
+    return {"HOME": str(home), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_WAIT_POLICY": "passive",
+            **more}
