@@ -41,8 +41,9 @@ class Phrase(NamedTuple):
 def attach(preposition: str, phrase: str) -> str:
     """A German preposition before a phrase, contracted with the article where German does so (im, zur)."""
     first, _, rest = phrase.partition(" ")
-    short = _CONTRACTIONS.get((preposition, first))
-    return f"{short} {rest}" if short else f"{preposition} {phrase}"
+    if (preposition, first) in _CONTRACTIONS:
+        return f"{_CONTRACTIONS[preposition, first]} {rest}"
+    return f"{preposition} {phrase}"
 
 
 def _join(*parts: str) -> str:
@@ -71,8 +72,10 @@ class Clause(ABC):
     def english(self) -> str:
         """The statement."""
         auxiliary, rest = self._english(support=self.negated)
-        if self.negated:
-            auxiliary = "cannot" if auxiliary == "can" else f"{auxiliary} not"
+        if self.negated and auxiliary == "can":
+            auxiliary = "cannot"
+        elif self.negated:
+            auxiliary = f"{auxiliary} not"
         return _join(self.subject.en, auxiliary, rest)
 
     def english_question(self, word: str = "") -> str:
@@ -84,14 +87,16 @@ class Clause(ABC):
         """The main clause: `front` (default: the subject), then the finite verb, which an empty front leaves first."""
         finite, middle, end = self._german()
         subject = self.subject.de[NOM]
-        start = [subject, finite] if front is None else [front, finite, subject]
-        return _join(*start, middle, end)
+        if front is None:
+            return _join(subject, finite, middle, end)
+        return _join(front, finite, subject, middle, end)
 
     def german_final(self) -> str:
         """The subordinate clause, without its conjunction: the finite verb last."""
         finite, middle, end = self._german()
-        last = end + finite if self.mode == "present" else _join(end, finite)  # er aufmacht, er aufgemacht hat
-        return _join(self.subject.de[NOM], middle, last)
+        if self.mode == "present":
+            return _join(self.subject.de[NOM], middle, end + finite)  # er aufmacht
+        return _join(self.subject.de[NOM], middle, end, finite)  # er aufgemacht hat
 
 
 @dataclass
@@ -111,15 +116,22 @@ class Action(Clause):
     negated: bool = False
 
     def _english(self, support: bool) -> Pair:
-        verb, third = forms.verb_en(self.verb, "base"), self.subject.slot == 2
+        verb = forms.verb_en(self.verb, "base")
+        third = self.subject.slot == 2
         auxiliary = _ENGLISH_MODALS.get(self.mode, "")
         if support and not auxiliary:
-            auxiliary = "did" if self.mode == "past" else "does" if third else "do"
-            verb = f"want to {verb}" if self.mode == "want" else verb
+            if self.mode == "past":
+                auxiliary = "did"
+            else:
+                auxiliary = "does" if third else "do"
+            if self.mode == "want":
+                verb = f"want to {verb}"
         elif self.mode == "want":
-            verb = f"{'wants' if third else 'want'} to {verb}"
-        elif not auxiliary:
-            verb = forms.verb_en(self.verb, "past" if self.mode == "past" else "third" if third else "base")
+            verb = f"wants to {verb}" if third else f"want to {verb}"
+        elif self.mode == "past":
+            verb = forms.verb_en(self.verb, "past")
+        elif third and not auxiliary:
+            verb = forms.verb_en(self.verb, "third")
 
         particle = self.verb.en.partition("|")[2]
         objects = [phrase for phrase, _ in self.objects]
@@ -142,11 +154,20 @@ class Action(Clause):
             finite, end = forms.perfect_de(self.verb, slot)
         else:
             finite, end = CONJUGATIONS[self.mode][slot], self.verb.de.replace("|", "")
-        nicht = "nicht" * (self.negated and all(phrase.kind != "no" for phrase, _ in self.objects))
-        pronouns = sorted((case, phrase.de[case]) for phrase, case in self.objects if phrase.kind == "pronoun")
-        nouns = [phrase.de[case] for phrase, case in self.objects if phrase.kind != "pronoun"]
-        order = [*nouns, self.adverb[1]] if nicht else [self.adverb[1], *nouns]
-        return finite, _join(*(word for _, word in pronouns), *order, nicht, self.adjunct[1]), end
+        nicht = "nicht" if self.negated else ""
+        pronouns, nouns = [], []
+        for phrase, case in sorted(self.objects, key=lambda item: item[1]):  # the accusative first
+            if phrase.kind == "pronoun":
+                pronouns.append(phrase.de[case])
+        for phrase, case in self.objects:
+            if phrase.kind == "no":
+                nicht = ""
+            if phrase.kind != "pronoun":
+                nouns.append(phrase.de[case])
+        order = [self.adverb[1], *nouns]
+        if nicht:
+            order = [*nouns, self.adverb[1], nicht]
+        return finite, _join(*pronouns, *order, self.adjunct[1]), end
 
 
 @dataclass
@@ -163,7 +184,8 @@ class State(Clause):
 
     def _german(self) -> tuple[str, str, str]:
         finite = CONJUGATIONS[f"sein.{self.mode}"][self.subject.slot]
-        return finite, _join("nicht" * self.negated, self.predicate[1]), ""
+        middle = f"nicht {self.predicate[1]}" if self.negated else self.predicate[1]
+        return finite, middle, ""
 
 
 def noun_phrase(
@@ -182,7 +204,9 @@ def noun_phrase(
         of: the owner; it takes the English determiner's place (the man's old coat / der alte Mantel des Mannes).
     """
     before, inflected = determiner
-    en = _join(adjective.en if adjective else "", forms.plural_en(noun) if plural else noun.en)
+    en = forms.plural_en(noun) if plural else noun.en
+    if adjective:
+        en = f"{adjective.en} {en}"
     if of:
         before = f"{of.en}'s"
     elif before == "a":
@@ -190,22 +214,32 @@ def noun_phrase(
     fixed = "nur" if kind == "one" else ""
     if kind == "number":
         fixed, inflected = inflected, ""
-    de = (_join(fixed, form, of.de[GEN] if of else "") for form in _declined(noun, inflected, plural, adjective))
+    owner = of.de[GEN] if of else ""
+    de = [_join(fixed, form, owner) for form in _declined(noun, inflected, plural, adjective)]
     return Phrase(_join(before, en), tuple(de), 3 if plural else 2, kind, noun)
 
 
 @cache
 def _declined(noun: Noun, determiner: str, plural: bool, adjective: Adjective | None) -> list[str]:
     gender = "p" if plural else noun.gender
-    return [_join(forms.determiner_de(determiner, gender, case),
-                  forms.adjective_de(adjective, determiner, gender, case) if adjective else "",
-                  forms.noun_de(noun, case, plural)) for case in range(4)]
+    declined = []
+    for case in (NOM, ACC, DAT, GEN):
+        words = [forms.determiner_de(determiner, gender, case)]
+        if adjective:
+            words.append(forms.adjective_de(adjective, determiner, gender, case))
+        words.append(forms.noun_de(noun, case, plural))
+        declined.append(_join(*words))
+    return declined
 
 
 def relative_pronoun(head: Phrase, subject: bool) -> Phrase:
     """The pronoun of a relative clause about `head`, as its subject or object: who, whom or that; der, die, das."""
     assert head.noun is not None
-    plural = head.slot == 3
-    en = ("who" if subject else "whom") if "person" in head.noun.tags else "that"
-    nom, acc, dat = (forms.determiner_de("der", "p" if plural else head.noun.gender, case) for case in (NOM, ACC, DAT))
-    return Phrase(en, (nom, acc, "denen" if plural else dat), head.slot, "relative", head.noun)
+    en = "that"
+    if "person" in head.noun.tags:
+        en = "who" if subject else "whom"
+    gender = "p" if head.slot == 3 else head.noun.gender
+    nom, acc, dat = (forms.determiner_de("der", gender, case) for case in (NOM, ACC, DAT))
+    if gender == "p":
+        dat = "denen"
+    return Phrase(en, (nom, acc, dat), head.slot, "relative", head.noun)

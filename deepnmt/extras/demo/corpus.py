@@ -42,7 +42,9 @@ def make_corpus(
         if count < 1:
             raise UserError(f"{name} of the demo corpus is {count}, must be 1 or more")
     # A corpus of an older grammar is written again.
-    grammar = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _GRAMMAR))
+    grammar = hashlib.sha256()
+    for name in _GRAMMAR:
+        grammar.update(Path(__file__).with_name(name).read_bytes())
     settings = {"pairs": pairs, "seed": seed, "valid": valid, "test": test, "grammar": grammar.hexdigest()[:16]}
     try:
         stamp = json.loads((folder / _STAMP).read_text(encoding="utf-8"))
@@ -50,7 +52,8 @@ def make_corpus(
             return stamp
     except (OSError, ValueError, KeyError):
         pass  # missing or damaged
-    if folder.exists() and not (folder.is_dir() and ((folder / _STAMP).is_file() or not any(folder.iterdir()))):
+    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not empty and not (folder / _STAMP).is_file():
         raise UserError(f"{folder} has other content than a demo corpus; choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -60,7 +63,8 @@ def make_corpus(
         stream = Grammar(seed).pairs()
         for split, size in stamp["counts"].items():  # test first, so that `pairs` does not change it
             stamp["words"][split] = {}
-            for lang, sentences in zip(("en", "de"), zip(*islice(stream, size))):
+            sides = zip(*islice(stream, size), strict=True)
+            for lang, sentences in zip(("en", "de"), sides, strict=True):
                 file = temporary / f"{split}.{lang}"
                 file.write_text("".join(f"{sentence}\n" for sentence in sentences), encoding="utf-8", newline="\n")
                 stamp["sha256"][file.name] = sha256(file)

@@ -57,8 +57,8 @@ class Grammar(Phrases):
         }
         kind = self.weighted(kinds)
         end = "?" if kind in (self.question, self.open_question) else "."
-        en, de = (f"{text[0].upper()}{text[1:]}{end}" for text in kind())
-        return en, de
+        en, de = kind()
+        return f"{en[0].upper()}{en[1:]}{end}", f"{de[0].upper()}{de[1:]}{end}"
 
     # Clauses
 
@@ -71,7 +71,8 @@ class Grammar(Phrases):
             subject: of a person; None makes one that suits the verb.
             adverb, negation: how likely each is.
         """
-        verb = self.pick(verbs(self.weighted(_VERBS_OF_PERSONS if subject else _VERBS)))
+        kinds = _VERBS_OF_PERSONS if subject else _VERBS
+        verb = self.pick(verbs(self.weighted(kinds)))
         mode = self.mode(verb, modes)
         negated = mode != "must" and self.chance(negation)
         clause = Action(subject or self.subject(verb.subjects, negated), verb, mode, negated=negated)
@@ -93,7 +94,9 @@ class Grammar(Phrases):
 
     def mode(self, verb: Verb, modes: dict[str, int]) -> str:
         """A mode the verb has; past is left out where English would not show it (read)."""
-        barred = ["can", "must", "want", "should"] if verb.stative else []
+        barred = []
+        if verb.stative:
+            barred = ["can", "must", "want", "should"]
         if verb.past == forms.verb_en(verb, "base"):
             barred.append("past")
         allowed = {mode: weight for mode, weight in modes.items() if mode not in barred}
@@ -110,14 +113,18 @@ class Grammar(Phrases):
 
     def complete(self, clause: Action) -> None:
         """Adds the verb's objects and adjuncts."""
-        verb, subject, tags, case = clause.verb, clause.subject, clause.verb.objects, _CASES[clause.verb.case]
+        verb, subject = clause.verb, clause.subject
+        tags, case = verb.objects, _CASES[verb.case]
         match verb.kind:
             case "transitive":
                 clause.objects = [(self.object(tags, subject, clause.negated), case)]
                 if verb.en in _FOR and not clause.negated and self.chance(0.2):
                     clause.adjunct = self.companion("for", "für", "person", subject)
             case "ditransitive":
-                receiver = self.pronoun(but=subject) if self.chance(0.25) else self.phrase("person", KNOWN)
+                if self.chance(0.25):
+                    receiver = self.pronoun(but=subject)
+                else:
+                    receiver = self.phrase("person", KNOWN)
                 if receiver.en_object == "her":  # "send her jackets" would be ambiguous
                     thing = self.phrase(tags, KNOWN)
                 else:
@@ -136,8 +143,10 @@ class Grammar(Phrases):
                 clause.objects = [(self.object(tags, subject, clause.negated), ACC)]
                 clause.adjunct = self.adjunct(ROWS["position"], ACC)
             case "prepositional":
-                pronoun = "person" in tags and self.chance(0.2)
-                phrase = self.pronoun(but=subject) if pronoun else self.phrase(tags, KNOWN)
+                if "person" in tags and self.chance(0.2):
+                    phrase = self.pronoun(but=subject)
+                else:
+                    phrase = self.phrase(tags, KNOWN)
                 clause.adjunct = f"{verb.en_prep} {phrase.en_object}", attach(verb.de_prep, phrase.de[case])
             case "motion":
                 clause.adjunct = self.adjunct(ROWS["direction"], ACC)
@@ -163,8 +172,9 @@ class Grammar(Phrases):
 
     def statement(self) -> Pair:
         """The man feeds the dog. / Der Mann füttert den Hund."""
-        clause: Clause = self.action() if self.chance(0.9) else self.state(self.subject("person animal thing"))
-        return clause.pair()
+        if self.chance(0.9):
+            return self.action().pair()
+        return self.state(self.subject("person animal thing")).pair()
 
     def fronted(self) -> Pair:
         """Today the man feeds the dog. / Heute füttert der Mann den Hund."""
@@ -174,7 +184,11 @@ class Grammar(Phrases):
 
     def question(self) -> Pair:
         """Does the man feed the dog? / Füttert der Mann den Hund?"""
-        clause: Clause = self.action(negation=0) if self.chance(0.9) else self.state(self.subject("person animal"))
+        clause: Clause
+        if self.chance(0.9):
+            clause = self.action(negation=0)
+        else:
+            clause = self.state(self.subject("person animal"))
         clause.negated = False
         return clause.english_question(), clause.german(front="")
 
@@ -186,21 +200,28 @@ class Grammar(Phrases):
             case "who":
                 return self.action(subject=_WHO, negation=0).pair()
             case "when" | "why":
-                clause, front = self.lively(negation=0), {"when": "wann", "why": "warum"}[kind]
+                clause = self.lively(negation=0)
+                front = "wann" if kind == "when" else "warum"
             case "where":
                 verb = self.pick(verbs("located posed placed motion live"))
-                clause, front = self.bare(verb), "wohin" if verb.kind in ("placed", "motion") else "wo"
+                clause = self.bare(verb)
+                front = "wohin" if verb.kind in ("placed", "motion") else "wo"
                 if verb.kind == "placed":
                     clause.objects = [(self.object(verb.objects, clause.subject), ACC)]
             case _:
                 verb = self.pick(verbs("transitive"))
                 clause = self.bare(verb)
-                if kind == "what":
-                    word, front = ("whom", _WHO.de[_CASES[verb.case]]) if "person" in verb.objects else ("what", "was")
+                case = _CASES[verb.case]
+                if kind == "what" and "person" in verb.objects:
+                    word, front = "whom", _WHO.de[case]
+                elif kind == "what":
+                    word, front = "what", "was"
+                elif kind == "which":
+                    thing = self.phrase(verb.objects, {"which": 1})
+                    word, front = thing.en, thing.de[case]
                 else:
-                    thing = (self.phrase(verb.objects, {"which": 1}) if kind == "which" else
-                             noun_phrase(self.pick(nouns(verb.objects)), ("how many", "wie viele"), "number", True))
-                    word, front = thing.en, thing.de[_CASES[verb.case]]
+                    thing = noun_phrase(self.pick(nouns(verb.objects)), ("how many", "wie viele"), "number", True)
+                    word, front = thing.en, thing.de[case]
         return clause.english_question(word), clause.german(front=front)
 
     def coordinated(self) -> Pair:
@@ -213,9 +234,13 @@ class Grammar(Phrases):
     def subordinate(self) -> Pair:
         """He calls her because she is old. / Er ruft sie an, weil sie alt ist. Or the subordinate clause first."""
         en, de = conjunction = self.pick(_CONJUNCTIONS)
-        above = {k: v for k, v in _MODES_ABOVE.items() if not (en == "if" and k == "past")}
+        above = dict(_MODES_ABOVE)
+        if en == "if":
+            del above["past"]
         main = self.action(above, adverb=0.15, negation=0.1)
-        subject = back_to(main.subject) if self.chance(0.5) else None
+        subject = None
+        if self.chance(0.5):
+            subject = back_to(main.subject)
         below = _MODES_BELOW[main.mode]
         sub: Clause
         if subject is not None and self.chance(0.3):
@@ -258,8 +283,10 @@ class Grammar(Phrases):
 
     def anaphor(self) -> Pair:
         """The man sells the lamp because it is old. / Der Mann verkauft die Lampe, weil sie alt ist."""
-        while (again := back_to(subject := self.subject("person"))) is None:
-            pass
+        again = None
+        while again is None:
+            subject = self.subject("person")
+            again = back_to(subject)
         thing = self.phrase("animal thing food", KNOWN)
         main = self.doing_to(thing, subject, _MODES_ABOVE)
         modes = _MODES_BELOW[main.mode]
@@ -300,7 +327,12 @@ class Grammar(Phrases):
             if self.chance(0.5):
                 return f"there are {things.en} {en}", f"es gibt {things.de[ACC]} {de}"
             return f"{en} there are {things.en}", f"{de} gibt es {things.de[ACC]}"
-        number = self.quantity(99) if kind == "age" else self.quantity() if kind == "price" else self.between(1, 1999)
+        if kind == "age":
+            number = self.quantity(99)
+        elif kind == "price":
+            number = self.quantity()
+        else:
+            number = self.between(1, 1999)
         en, de = forms.number_en(number), forms.number_de(number)
         if kind == "age":
             years = f"{en} years old", f"{de} Jahre alt"

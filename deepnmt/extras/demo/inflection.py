@@ -15,8 +15,11 @@ NOM, ACC, DAT, GEN = range(4)
 
 def _table(text: str) -> dict[str, list[str]]:
     """A name and its forms on each line, `-` for an empty one."""
-    return {name: ["" if form == "-" else form for form in forms]
-            for name, *forms in map(str.split, text.strip().splitlines())}
+    table = {}
+    for line in text.strip().splitlines():
+        name, *forms = line.split()
+        table[name] = ["" if form == "-" else form for form in forms]
+    return table
 
 
 _DECLENSIONS = _table("""
@@ -56,6 +59,7 @@ CONJUGATIONS = _table("""
     want         will   willst  will   wollen
     should       sollte solltest sollte sollten
 """)
+_LIKE_DIESER = ("dies", "jed", "welch")
 _NUMBERS_EN = {int(number): en for number, en, _ in ROWS["number"]}
 _NUMBERS_DE = {int(number): de for number, _, de in ROWS["number"]}
 
@@ -68,9 +72,14 @@ def number_en(number: int) -> str:
         words.append(f"{_NUMBERS_EN[thousands]} thousand")
     if hundreds:
         words.append(f"{_NUMBERS_EN[hundreds]} hundred")
-    if below or not words:
-        words += ["and"] * bool(words)
-        words.append(_NUMBERS_EN.get(below) or f"{_NUMBERS_EN[below - ones]}-{_NUMBERS_EN[ones]}")
+    if words and not below:
+        return " ".join(words)
+    if words:
+        words.append("and")
+    if below in _NUMBERS_EN:
+        words.append(_NUMBERS_EN[below])
+    else:
+        words.append(f"{_NUMBERS_EN[below - ones]}-{_NUMBERS_EN[ones]}")
     return " ".join(words)
 
 
@@ -81,12 +90,16 @@ def number_de(number: int) -> str:
     def times(digit: int, one: str) -> str:
         return one if digit == 1 else _NUMBERS_DE[digit]
 
-    word = times(thousands, "") + "tausend" if thousands else ""
+    word = ""
+    if thousands:
+        word = times(thousands, "") + "tausend"
     if hundreds:
         word += times(hundreds, "ein" if word else "") + "hundert"
-    if not below and word:
+    if word and not below:
         return word
-    return word + (_NUMBERS_DE.get(below) or f"{times(ones, 'ein')}und{_NUMBERS_DE[below - ones]}")
+    if below in _NUMBERS_DE:
+        return word + _NUMBERS_DE[below]
+    return f"{word}{times(ones, 'ein')}und{_NUMBERS_DE[below - ones]}"
 
 
 def article_en(next_word: str) -> str:
@@ -100,7 +113,9 @@ def _with_ending(word: str, ending: str) -> str:
         word = f"{word[:-1]}ie"
     elif ending == "s" and word.endswith(("s", "x", "ch", "sh")):
         word += "e"
-    return word + ending.removeprefix("e" if word.endswith("e") else "")
+    if word.endswith("e"):
+        ending = ending.removeprefix("e")
+    return word + ending
 
 
 @cache
@@ -127,28 +142,37 @@ def present_de(verb: Verb, slot: int) -> str:
     if infinitive in CONJUGATIONS:
         return CONJUGATIONS[infinitive][slot]
     stem = infinitive[:-1] if infinitive.endswith("ern") else infinitive[:-2]
-    if slot in (0, 3):
-        return infinitive if slot == 3 else f"{stem}e"
+    if slot == 3:
+        return infinitive
+    if slot == 0:
+        return f"{stem}e"
     if verb.changed:
         stem = verb.changed
     elif stem.endswith(("t", "d")):
         stem += "e"
-    return stem + ("t" if slot == 2 or stem.endswith(("s", "ß", "z")) else "st")
+    if slot == 2 or stem.endswith(("s", "ß", "z")):
+        return f"{stem}t"
+    return f"{stem}st"
 
 
 def perfect_de(verb: Verb, slot: int) -> tuple[str, str]:
     """The German perfect: the form of haben or sein, and the participle."""
     auxiliary, participle = verb.perfect.split()
-    return CONJUGATIONS["haben" if auxiliary == "hat" else "sein.present"][slot], participle
+    infinitive = "haben" if auxiliary == "hat" else "sein.present"
+    return CONJUGATIONS[infinitive][slot], participle
 
 
 def noun_de(noun: Noun, case: int, plural: bool) -> str:
     """The German noun in a case."""
     if plural:
-        return noun.de_plural + "n" * (case == DAT and noun.de_plural[-1] not in "ns")
+        if case == DAT and noun.de_plural[-1] not in "ns":
+            return f"{noun.de_plural}n"
+        return noun.de_plural
     if noun.weak and case != NOM:
         return noun.weak
-    return noun.de + noun.genitive * (case == GEN and noun.gender != "f")
+    if case == GEN and noun.gender != "f":
+        return noun.de + noun.genitive
+    return noun.de
 
 
 def determiner_de(word: str, gender: str, case: int) -> str:
@@ -159,13 +183,21 @@ def determiner_de(word: str, gender: str, case: int) -> str:
             `mein`, ...), or nothing for a plural without an article.
         gender: m, f, n, or p for the plural.
     """
-    if word in ("", "der"):
-        return word and _DECLENSIONS[f"der.{gender}"][case]
-    return word + _DECLENSIONS[f"{'dies' if word in ('dies', 'jed', 'welch') else 'ein'}.{gender}"][case]
+    if not word:
+        return ""
+    if word == "der":
+        return _DECLENSIONS[f"der.{gender}"][case]
+    pattern = "dies" if word in _LIKE_DIESER else "ein"
+    return word + _DECLENSIONS[f"{pattern}.{gender}"][case]
 
 
 def adjective_de(adjective: Adjective, word: str, gender: str, case: int) -> str:
     """The German adjective before its noun: weak after der and dieser, mixed after ein, strong without a determiner
     (only plurals have none here)."""
-    kind = "weak" if word in ("der", "dies", "jed", "welch") else "mixed" if word else "strong"
-    return (adjective.stem or adjective.de) + _DECLENSIONS[f"{kind}.{gender}"][case]
+    kind = "mixed"
+    if not word:
+        kind = "strong"
+    elif word == "der" or word in _LIKE_DIESER:
+        kind = "weak"
+    stem = adjective.stem or adjective.de
+    return stem + _DECLENSIONS[f"{kind}.{gender}"][case]

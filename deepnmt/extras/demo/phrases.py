@@ -47,14 +47,17 @@ class Phrases:
         return low + int(self._rng.random() * (high - low + 1))
 
     def weighted(self, weights: Mapping[T, int]) -> T:
-        options, upto = list(weights), list(accumulate(weights.values()))
+        options = list(weights)
+        upto = list(accumulate(weights.values()))
         return options[bisect(upto, self.between(0, upto[-1] - 1))]
 
     def phrase(self, tags: str, kinds: dict[str, int], plural: bool | None = None) -> Phrase:
         """A noun phrase about a noun with one of the tags; `plural` None leaves the number open."""
         noun: Noun = self.pick(nouns(tags))
         kind = self.weighted(kinds)
-        adjective = self.pick(adjectives(noun)) if self.chance(0.3) else None
+        adjective = None
+        if self.chance(0.3):
+            adjective = self.pick(adjectives(noun))
         of = None
         if kind == "every":
             plural = False
@@ -69,8 +72,10 @@ class Phrases:
             return noun_phrase(noun, self.possessive(), kind, bool(plural), adjective)
         if kind == "owner":
             owner = self.pick(nouns("person"))
-            of = noun_phrase(owner, _DETERMINERS["the"][0] if self.chance(0.6) else self.possessive(), "the")
-        return noun_phrase(noun, _DETERMINERS["the" if of else kind][bool(plural)], kind, bool(plural), adjective, of)
+            owned_by = _DETERMINERS["the"][0] if self.chance(0.6) else self.possessive()
+            of = noun_phrase(owner, owned_by, "the")
+        determiner = _DETERMINERS["the" if of else kind][bool(plural)]
+        return noun_phrase(noun, determiner, kind, bool(plural), adjective, of)
 
     def possessive(self) -> Pair:
         """My, your, ..."""
@@ -81,13 +86,15 @@ class Phrases:
         """A number of things, from 2, often a small one. None ends in 01, since grammars disagree on its form."""
         high = min(most, self.pick((12, 12, 12, 99, 99, 9999)))
         number = self.between(2, high)
-        return number + 1 if number % 100 == 1 else number
+        if number % 100 == 1:
+            number += 1
+        return number
 
     def pronoun(self, but: Phrase | None = None) -> Phrase:
         """A personal pronoun. `but`: the other party in the clause: no I see me, no we see me, no you see you."""
         while True:
             pronoun = self.pick(list(PRONOUNS.values()))
-            both = {pronoun.en, but.en if but else ""}
+            both = {pronoun.en, "" if but is None else but.en}
             if not both <= {"I", "we"} and both != {"you"}:
                 return pronoun
 
@@ -97,7 +104,8 @@ class Phrases:
             if self.chance(0.3):
                 return self.pronoun()
             if self.chance(0.06):
-                first, second = self.phrase("person", KNOWN, False), self.phrase("person", KNOWN, False)
+                first = self.phrase("person", KNOWN, False)
+                second = self.phrase("person", KNOWN, False)
                 de = tuple(f"{a} und {b}" for a, b in zip(first.de, second.de, strict=True))
                 return Phrase(f"{first.en} and {second.en}", de, 3, "and")
         return self.phrase(tags, _NEGATED_SUBJECT if negated else _SUBJECT)
@@ -123,7 +131,10 @@ class Phrases:
 
     def companion(self, en: str, de: str, tags: str, subject: Phrase) -> Pair:
         """A preposition with the accusative and a person or animal: for, without."""
-        phrase = self.pronoun(but=subject) if self.chance(0.2) else self.phrase(tags, _ADJUNCT)
+        if self.chance(0.2):
+            phrase = self.pronoun(but=subject)
+        else:
+            phrase = self.phrase(tags, _ADJUNCT)
         return f"{en} {phrase.en_object}", attach(de, phrase.de[ACC])
 
 
@@ -135,7 +146,10 @@ def back_to(subject: Phrase) -> Phrase | None:
         return PRONOUNS["they"]
     if subject.noun is None or subject.kind == "every":
         return None
-    return next((PRONOUNS[tag] for tag in subject.noun.tags.split() if tag in ("he", "she")), None)
+    for tag in subject.noun.tags.split():
+        if tag in ("he", "she"):
+            return PRONOUNS[tag]
+    return None
 
 
 def it_for(phrase: Phrase) -> Phrase:

@@ -42,7 +42,9 @@ def run_demo(recipe: Recipe, pairs: int) -> int:
                         "demo/admin_18l-18l or a copy of it")
     if pairs < 10:
         raise UserError(f"--pairs is {pairs}, must be 10 or more")
-    run, texts, scores_file = Path(recipe.run), Path(recipe.data.train.src[0]).parent, Path(recipe.run) / "scores.json"
+    run = Path(recipe.run)
+    texts = Path(recipe.data.train.src[0]).parent
+    scores_file = run / "scores.json"
 
     print_status("[1/5] writing the corpus")
     make_corpus(texts, pairs, valid=min(500, pairs // 10), test=min(1000, pairs // 10))
@@ -58,15 +60,19 @@ def run_demo(recipe: Recipe, pairs: int) -> int:
     else:
         evaluate_run(recipe, output=scores_file)
 
-    lines = [(texts / f"test.{lang}").read_text(encoding="utf-8").splitlines()[:3] for lang in ("en", "de")]
+    sources = (texts / "test.en").read_text(encoding="utf-8").splitlines()[:3]
+    references = (texts / "test.de").read_text(encoding="utf-8").splitlines()[:3]
     sample, output = run / "sample.en", run / "sample.de"
-    sample.write_text("".join(f"{line}\n" for line in lines[0]), encoding="utf-8")
+    sample.write_text("".join(f"{line}\n" for line in sources), encoding="utf-8")
     translate_files(run, str(sample), str(output), recipe.translate)
-    for source, reference, ours in zip(*lines, output.read_text(encoding="utf-8").splitlines(), strict=True):
-        print(f"\n  English    {source}\n  deepnmt    {ours}\n  reference  {reference}")
+    translations = output.read_text(encoding="utf-8").splitlines()
+    for source, reference, translation in zip(sources, references, translations, strict=True):
+        print(f"\n  English    {source}\n  deepnmt    {translation}\n  reference  {reference}")
     for name, scores in json.loads(scores_file.read_text(encoding="utf-8"))["sets"].items():
         print(f"\n  BLEU {scores['bleu']:.1f}  ({scores['bleu_signature']})\n  chrF {scores['chrf']:.1f}  "
-              f"({scores['chrf_signature']})" + (f"\n  on {name}" if len(recipe.data.test) > 1 else ""))
+              f"({scores['chrf_signature']})")
+        if len(recipe.data.test) > 1:
+            print(f"  on {name}")
     print_status(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/")
     return 0
 
@@ -78,7 +84,9 @@ def train_on_all(recipe: Recipe) -> None:
         UserError: the run was finished with other settings, or training fails.
     """
     run = Path(recipe.run)
-    status = json.loads((run / "STATUS.json").read_bytes()) if (run / "STATUS.json").is_file() else {}
+    status = {}
+    if (run / "STATUS.json").is_file():
+        status = json.loads((run / "STATUS.json").read_bytes())
     if status.get("status") == "finished" and status["update"] >= recipe.train.updates:
         require_same_settings(load_recipe(recipe.run), recipe)
         print_status(f"      {recipe.run} is trained already and reused")
@@ -99,8 +107,10 @@ def require_same_settings(trained: Recipe, recipe: Recipe) -> None:
     model, or that later steps may change."""
     free = ("run", "data.workers", "average_last", "parallel.threads", "parallel.recompute_layers", "train.log_every",
             "train.probe_every")
-    changes = [str(change) for change in changed_settings(trained, recipe)
-               if change.key not in free and not change.key.startswith("translate.")]
+    changes = []
+    for change in changed_settings(trained, recipe):
+        if change.key not in free and not change.key.startswith("translate."):
+            changes.append(str(change))
     if changes:
         raise UserError(f"{recipe.run} is finished, but was trained with other settings:\n  " + "\n  ".join(changes)
                         + "\nrestore them, run make demo-clean to start over, or set another folder with run=FOLDER")
@@ -112,7 +122,8 @@ def is_scored(recipe: Recipe, scores: Path) -> bool:
     newest = max(path.stat().st_mtime for path in list_checkpoints(run / "checkpoints"))
     if not scores.is_file() or scores.stat().st_mtime <= newest:
         return False
-    made = json.loads(scores.read_text(encoding="utf-8"))
-    expected = {"averaged_updates": load_state(run / "averaged").extra["averaged_updates"],
-                "translate": recipe.translate.model_dump()}
-    return set(made.get("sets", ())) == set(recipe.data.test) and {key: made.get(key) for key in expected} == expected
+    record = json.loads(scores.read_text(encoding="utf-8"))
+    if set(record.get("sets", ())) != set(recipe.data.test):
+        return False
+    averaged = load_state(run / "averaged").extra["averaged_updates"]
+    return record.get("averaged_updates") == averaged and record.get("translate") == recipe.translate.model_dump()
