@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from deepnmt.data.vocab import SPACE
@@ -65,9 +65,10 @@ def terms(pair: Pair, rate: float, generator: random.Random) -> None:
 
 def copies(pair: Pair, rate: float, generator: random.Random) -> None:
     """Words that stand once on both sides, such as names and numbers, become a made-up word, the same on both."""
-    counts = Counter(pair.source), Counter(pair.target)
+    in_source, in_target = Counter(pair.source), Counter(pair.target)
     for place, word in enumerate(pair.source):
-        if counts[0][word] == counts[1][word] == 1 and UNKNOWN not in word and generator.random() < rate:
+        once = in_source[word] == 1 and in_target[word] == 1 and UNKNOWN not in word
+        if once and generator.random() < rate:
             letters = _letters(pair.target)
             made_up = "".join(_another(character, letters, generator) for character in word)
             pair.target[pair.target.index(word)] = pair.source[place] = made_up
@@ -87,10 +88,12 @@ def insert_words(pair: Pair, rate: float, generator: random.Random) -> None:
 
 def drop_words(pair: Pair, rate: float, generator: random.Random) -> None:
     """Source words are left out, but not all."""
-    if pair.source:
-        kept = [place for place in range(len(pair.source)) if generator.random() >= rate] or [0]
-        pair.source = [pair.source[place] for place in kept]
-        pair.origins = [pair.origins[place] for place in kept]
+    if not pair.source:
+        return
+    places = [place for place in range(len(pair.source)) if generator.random() >= rate]
+    if not places:
+        places = [0]
+    _take(pair, places)
 
 
 def swap_words(pair: Pair, rate: float, generator: random.Random) -> None:
@@ -102,8 +105,13 @@ def swap_words(pair: Pair, rate: float, generator: random.Random) -> None:
             order[place], order[place + 1] = place + 1, place
             place += 1
         place += 1
-    pair.source = [pair.source[place] for place in order]
-    pair.origins = [pair.origins[place] for place in order]
+    _take(pair, order)
+
+
+def _take(pair: Pair, places: Sequence[int]) -> None:
+    """The source's words are those of these places."""
+    pair.source = [pair.source[place] for place in places]
+    pair.origins = [pair.origins[place] for place in places]
 
 
 def typos(pair: Pair, rate: float, generator: random.Random) -> None:
@@ -112,7 +120,8 @@ def typos(pair: Pair, rate: float, generator: random.Random) -> None:
     for place, word in enumerate(pair.source):
         text = word.removeprefix(SPACE)
         if len(text) > 1 and generator.random() < rate:
-            i, fault = _below(len(text) - 1, generator), _below(4, generator)
+            i = _below(len(text) - 1, generator)
+            fault = _below(4, generator)
             if fault == 0:
                 wrong = text[i + 1:]
             elif fault == 1:
@@ -132,7 +141,8 @@ MODIFIERS: dict[str, Callable[[Pair, float, random.Random], None]] = {
 
 
 def _both(pair: Pair, change: Callable[[str], str]) -> None:
-    pair.source, pair.target = [change(word) for word in pair.source], [change(word) for word in pair.target]
+    pair.source = [change(word) for word in pair.source]
+    pair.target = [change(word) for word in pair.target]
 
 
 def _letters(words: list[str]) -> list[str]:

@@ -63,15 +63,23 @@ class Modifier:
     """Does what `data.modify` says."""
 
     def __init__(self, recipe: Recipe, data: PreparedData) -> None:
-        settings, vocabs = recipe.data.modify, data.vocabs()
-        make = SAMPLERS[recipe.vocab.kind]
-        self._sides = [Words(vocab, make(vocab, recipe.data.subword_alpha) if settings.subwords else None)
-                       for vocab in vocabs]
-        self._begins = [vocab.begins_word for vocab in vocabs]
-        self.seed, self.most = recipe.seed, recipe.data.filters.max_tokens
+        settings = recipe.data.modify
+        self._sides: list[Words] = []
+        self._begins: list[Sequence[bool]] = []  # of each side, whether a piece begins a word
+        for vocab in data.vocabs():
+            sampler = SAMPLERS[recipe.vocab.kind](vocab, recipe.data.subword_alpha) if settings.subwords else None
+            self._sides.append(Words(vocab, sampler))
+            self._begins.append(vocab.begins_word)
+        self.seed = recipe.seed
+        self.most = recipe.data.filters.max_tokens
         self.subwords = settings.subwords
-        self._rates = {name: rate for name in MODIFIERS if (rate := getattr(settings, name))}
-        self.terms, self.linked = bool(settings.terms), "alignments" in data.manifest["splits"]["train"]
+        self._rates: dict[str, float] = {}
+        for name in MODIFIERS:
+            rate = getattr(settings, name)
+            if rate:
+                self._rates[name] = rate
+        self.terms = bool(settings.terms)
+        self.linked = "alignments" in data.manifest["splits"]["train"]
         self.rests = not self._rates and not self.subwords  # but for the case of some pairs
         shares = [getattr(settings, name) for name in CASES]
         self._bounds = np.cumsum(shares) * 2.0**64  # in the order of CASES
@@ -83,9 +91,9 @@ class Modifier:
     def __call__(self, ids: tuple[list[int], list[int]], case: int, links: Sequence[tuple[int, int]],
                  generator: random.Random) -> Modified | None:
         """A pair by its stored pieces and its links; None if it is as it was."""
-        (tags, source), (_, target) = (side.read(pieces) for side, pieces in zip(self._sides, ids, strict=True))
-        pair = Pair(source, target)
-        before = source.copy(), target.copy()
+        tags, source = self._sides[0].read(ids[0])
+        _, target = self._sides[1].read(ids[1])
+        pair = Pair(source.copy(), target.copy())
         first = len(tags)  # a tag is a word of the source
         if self.terms:
             pair.links = _single([(s - first, t) for s, t in links if s >= first])
@@ -93,13 +101,17 @@ class Modifier:
             MODIFIERS[name](pair, rate, generator)
         if case < len(CASES):
             list(CASES.values())[case](pair)
-        changed = [self.subwords or now != then for now, then in zip((pair.source, pair.target), before, strict=True)]
-        if not any(changed):
+        new_source, new_target = ids
+        if self.subwords or pair.source != source:
+            new_source = tags + self._sides[0].write(pair.source, generator)
+        if self.subwords or pair.target != target:
+            new_target = self._sides[1].write(pair.target, generator)
+        if new_source is ids[0] and new_target is ids[1]:
             return None
-        new = ([*tags, *self._sides[0].write(pair.source, generator)] if changed[0] else ids[0],
-               self._sides[1].write(pair.target, generator) if changed[1] else ids[1])
-        moved = self._moved(links, pair, first, new) if links else []
-        return Modified(np.array(new[0], dtype=np.uint32), np.array(new[1], dtype=np.uint32),
+        moved: list[int] = []
+        if links:
+            moved = self._moved(links, pair, first, (new_source, new_target))
+        return Modified(np.array(new_source, dtype=np.uint32), np.array(new_target, dtype=np.uint32),
                         np.array(moved, dtype=np.int64))
 
     def _moved(self, links: Sequence[tuple[int, int]], pair: Pair, first: int, new: tuple[list[int], list[int]]
@@ -107,11 +119,20 @@ class Modifier:
         """Where the linked words are now; none if the pieces begin other words than these."""
         words = first + len(pair.source), len(pair.target)
         for ids, begins, count in zip(new, self._begins, words, strict=True):
-            if sum(begins[number] for number in ids[1:]) + bool(ids) != count:
+            begun = sum(begins[number] for number in ids[1:])
+            if ids:
+                begun += 1  # the first piece begins a word in any case
+            if begun != count:
                 return []
-        places = {origin + first: place + first for place, origin in enumerate(pair.origins) if origin >= 0}
-        places |= {tag: tag for tag in range(first)}
-        return [number for s, t in links if s in places for number in (places[s], t)]
+        places = {tag: tag for tag in range(first)}
+        for place, origin in enumerate(pair.origins):
+            if origin >= 0:
+                places[origin + first] = place + first
+        moved = []
+        for source, target in links:
+            if source in places:
+                moved += [places[source], target]
+        return moved
 
 
 def _single(links: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -158,8 +179,12 @@ class ModifiedWindow:
         self._cached: dict[int, Modified | None] = {}
         self._linked: Rows | None = stored.column(LINKS) if modifier.linked else None
         self.fill = 1.0
-        self.src_lengths, self.trg_lengths = self._exact() if count <= EXACT else self._planned()
-        self.sources, self.targets = ModifiedSide(self, 0), ModifiedSide(self, 1)
+        if count <= EXACT:
+            self.src_lengths, self.trg_lengths = self._exact()
+        else:
+            self.src_lengths, self.trg_lengths = self._planned()
+        self.sources = ModifiedSide(self, 0)
+        self.targets = ModifiedSide(self, 1)
 
     def column(self, name: str) -> Rows:
         """Another column of the same sentences; links are those of the modified ones."""
@@ -171,7 +196,11 @@ class ModifiedWindow:
         if row not in self._cached:
             if len(self._cached) >= EXACT:
                 self._cached.clear()
-            self._cached[row] = next(filter(partial(self._fits, row), self.draws(row)), None)
+            self._cached[row] = None
+            for pair in self.draws(row):
+                if pair is None or self._fits(row, pair):
+                    self._cached[row] = pair
+                    break
         return self._cached[row]
 
     def draws(self, row: int) -> Iterator[Modified | None]:
@@ -180,22 +209,26 @@ class ModifiedWindow:
             yield None
             return
         ids = self.stored.sources[row].tolist(), self.stored.targets[row].tolist()
-        links = [] if self._linked is None else [(int(s), int(t)) for s, t in self._linked[row].reshape(-1, 2)]
+        links: list[tuple[int, int]] = []
+        if self._linked is not None:
+            links = [(int(source), int(target)) for source, target in self._linked[row].reshape(-1, 2)]
         generator = random.Random(int(self._keys[row]))
         for _ in range(DRAWS):
             yield self._modifier(ids, int(self._cases[row]), links, generator)
 
-    def _fits(self, row: int, pair: Modified | None) -> bool:
-        return pair is None or (len(pair.source) < self.src_lengths[row] and len(pair.target) < self.trg_lengths[row])
+    def _fits(self, row: int, pair: Modified) -> bool:
+        return len(pair.source) < self.src_lengths[row] and len(pair.target) < self.trg_lengths[row]
 
     def _exact(self) -> tuple[Lengths, Lengths]:
         """The lengths after all is modified."""
-        stored = self.stored.src_lengths, self.stored.trg_lengths
-        self.src_lengths, self.trg_lengths = (np.maximum(lengths, self._modifier.most + 1) for lengths in stored)
-        source, target = stored[0].copy(), stored[1].copy()
+        source, target = self.stored.src_lengths.copy(), self.stored.trg_lengths.copy()
+        self.src_lengths = np.maximum(source, self._modifier.most + 1)
+        self.trg_lengths = np.maximum(target, self._modifier.most + 1)
         for row in range(len(source)):
-            if (pair := self.pair(row)) is not None:
-                source[row], target[row] = len(pair.source) + 1, len(pair.target) + 1
+            pair = self.pair(row)
+            if pair is not None:
+                source[row] = len(pair.source) + 1
+                target[row] = len(pair.target) + 1
         return source, target
 
     def _planned(self) -> tuple[Lengths, Lengths]:
@@ -207,18 +240,23 @@ class ModifiedWindow:
             rows = np.flatnonzero(self._cases == case)
             some = rows[:: max(1, len(rows) // MEASURED)]
             pairs = [next(self.draws(int(row))) for row in some]
+            if not any(pairs):
+                continue
             fitting = CASE_FITS if case < len(CASES) else FITS
-            for side in (0, 1) if any(pairs) else ():
+            for side in (0, 1):
                 old = stored[side][some].astype(np.float64)
-                new = np.array([length if pair is None else len(pair[side]) + 1
-                                for pair, length in zip(pairs, old.tolist(), strict=True)])
+                new = old.copy()
+                for place, pair in enumerate(pairs):
+                    if pair is not None:
+                        new[place] = len(pair[side]) + 1
                 mean = new.sum() / old.sum()
                 spread = np.quantile((new - mean * old) / np.sqrt(old), fitting)
                 lengths = stored[side][rows]
                 planned[side][rows] = np.ceil(mean * lengths + spread * np.sqrt(lengths))
                 expected += float(mean * lengths.sum(dtype=np.int64) - lengths.sum(dtype=np.int64))
-        source, target = (np.maximum(lengths, np.minimum(plan, self._modifier.most + 1)).astype(np.int32)
-                          for lengths, plan in zip(stored, planned, strict=True))
+        most = self._modifier.most + 1
+        source = np.maximum(stored[0], np.minimum(planned[0], most)).astype(np.int32)
+        target = np.maximum(stored[1], np.minimum(planned[1], most)).astype(np.int32)
         self.fill = min(1.0, expected / int(source.sum(dtype=np.int64) + target.sum(dtype=np.int64)))
         return source, target
 

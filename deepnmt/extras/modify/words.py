@@ -54,5 +54,5 @@ class Words:
 
 def _characters(match: re.Match[str]) -> str:
     """The text of pieces that are bytes."""
-    found = bytes(int(one, 16) for one in re.findall("[0-9A-F]{2}", match[0].replace("<0x", "<")))
-    return found.decode("utf-8", errors="replace")
+    digits = match[0].replace("<0x", "").replace(">", "")
+    return bytes.fromhex(digits).decode("utf-8", errors="replace")
