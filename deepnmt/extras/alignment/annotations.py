@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -39,22 +39,24 @@ def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tup
     Raises:
         UserError: a file has another number of lines than its corpus, or a line is faulty.
     """
-    split, writer = Split(folder, os.listdir(folder), name), SideWriter(folder, f"{name}.links")
-    starts = [np.array(vocab.begins_word) for vocab in vocabs]
+    split = Split(folder, os.listdir(folder), name)
+    writer = SideWriter(folder, f"{name}.links")
+    source_starts, target_starts = (np.array(vocab.begins_word) for vocab in vocabs)
     flat: list[int] = []
     lengths: list[int] = []
     row = aligned = unlike = links = 0
     for (linked, sizes), code in zip(_read_links(text), codes, strict=True):
         if code != KEPT:
             continue
-        pieces = [_words(side[row], start) for side, start in zip((split.sources, split.targets), starts, strict=True)]
-        row += 1
-        if sizes != tuple(words[-1] + 1 if len(words) else 0 for words in pieces):
+        if sizes != (_count(split.sources[row], source_starts), _count(split.targets[row], target_starts)):
             unlike += bool(linked)
             linked = []
-        flat += (number for link in linked for number in link)
+        row += 1
+        for link in linked:
+            flat += link
         lengths.append(2 * len(linked))
-        aligned, links = aligned + bool(linked), links + len(linked)
+        aligned += bool(linked)
+        links += len(linked)
         if len(lengths) == CHUNK:
             writer.add(np.array(flat, dtype=np.uint16), np.array(lengths))
             flat, lengths = [], []
@@ -63,11 +65,11 @@ def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tup
 
 
 def _describe(counts: Mapping[str, int]) -> list[str]:
-    said = [f"word alignments of {counts['aligned']:,} pairs, {counts['links']:,} links"]
+    lines = [f"word alignments of {counts['aligned']:,} pairs, {counts['links']:,} links"]
     if counts["unlike"]:
-        said.append(f"word alignments of {counts['unlike']:,} more pairs are left out, whose pieces have other words "
-                    "than their text")
-    return said
+        lines.append(f"word alignments of {counts['unlike']:,} more pairs are left out, whose pieces have other words "
+                     "than their text")
+    return lines
 
 
 alignments = Annotation(write_links, _describe)  # data.*.alignments
@@ -77,22 +79,31 @@ def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int
     """The links of every pair of a text, and its numbers of words; a corpus's tag is a word of the source."""
     for corpus in corpora_of(text).values():
         files = [Path(name) for name in corpus.annotations.get("alignments", ())]
-        tag = int(bool(corpus.tag))
-        lines = ((file, number, line) for file in files for number, line in enumerate(read_lines(file), start=1))
-        for count, (pair, line) in enumerate(zip_longest(read_pairs(corpus, tags=False), lines if files else ())):
+        tags = 1 if corpus.tag else 0
+        lines = _lines(files)
+        for count, (pair, line) in enumerate(zip_longest(read_pairs(corpus, tags=False), lines)):
             if pair is None or (files and line is None):
-                ahead = count + 1 + sum(1 for _ in lines)
-                raise UserError(f"{', '.join(map(str, files))}: {ahead if pair is None else count} lines of word "
-                                f"alignments for {count if pair is None else f'at least {count + 1}'} sentence pairs; "
-                                "line N of one must align line N of the other")
-            words = [len(side.split(" ")) - side.split(" ").count("") for side in pair]
-            linked = [] if line is None else [(s + tag, t) for s, t in _links(line, words)]
-            yield linked, (words[0] + tag, words[1])
+                aligned, pairs = str(count), f"at least {count + 1}"
+                if pair is None:
+                    aligned, pairs = str(count + 1 + sum(1 for _ in lines)), str(count)
+                raise UserError(f"{', '.join(map(str, files))}: {aligned} lines of word alignments for {pairs} "
+                                "sentence pairs; line N of one must align line N of the other")
+            words = [len([word for word in side.split(" ") if word]) for side in pair]
+            links = []
+            if line is not None:
+                links = [(source + tags, target) for source, target in _links(*line, words)]
+            yield links, (words[0] + tags, words[1])
 
 
-def _links(given: tuple[Path, int, str], words: list[int]) -> Iterator[tuple[int, int]]:
-    """The links of a line, with its file and number; `words`: of source and target."""
-    file, number, line = given
+def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, str]]:
+    """The lines of files, each with its file and its number there."""
+    for file in files:
+        for number, line in enumerate(read_lines(file), start=1):
+            yield file, number, line
+
+
+def _links(file: Path, number: int, line: str, words: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The links of a line; `words`: of source and target."""
     for text in line.split():
         match = _LINK.fullmatch(text)
         if match is None:
@@ -110,6 +121,11 @@ def _words(ids: Tokens | Indices, starts: np.typing.NDArray[np.bool_]) -> Indice
     begins = starts[ids]
     begins[..., :1] = True
     return np.cumsum(begins, axis=-1) - 1
+
+
+def _count(ids: Tokens, starts: np.typing.NDArray[np.bool_]) -> int:
+    """The number of words that the pieces of a sentence are of."""
+    return int(_words(ids, starts)[-1]) + 1 if len(ids) else 0
 
 
 class Links:
@@ -130,14 +146,16 @@ class Links:
         position of the source, and how many links that target has."""
         links = split.column("links")
         words = [np.array(links[int(row)]).reshape(-1, 2) for row in rows]
-        size = 1 + max((int(each.max(initial=0)) for each in words), default=0)
+        size = 1 + max((int(pairs.max(initial=0)) for pairs in words), default=0)
         linked = np.zeros((len(rows), size + 1, size + 1), dtype=bool)  # the last is of words without links
-        for sentence, each in zip(linked, words, strict=True):
-            sentence[each[:, 1], each[:, 0]] = True
-        source, target = (
-            np.where(np.arange(ids.shape[1]) < lengths[:, None] - 1, np.minimum(_words(ids, starts), size), size)
-            for (ids, lengths), starts in zip((side.with_eos(rows) for side in (split.sources, split.targets)),
-                                              self._starts, strict=True))
+        for sentence, pairs in zip(linked, words, strict=True):
+            sentence[pairs[:, 1], pairs[:, 0]] = True
+        word_of_piece = []  # of source and target
+        for side, starts in zip((split.sources, split.targets), self._starts, strict=True):
+            ids, lengths = side.with_eos(rows)
+            real = np.arange(ids.shape[1]) < lengths[:, None] - 1
+            word_of_piece.append(np.where(real, np.minimum(_words(ids, starts), size), size))
+        source, target = word_of_piece
         gold = linked[np.arange(len(rows))[:, None, None], target[:, :, None], source[:, None, :]]
         places = np.nonzero(gold)
         return np.stack([*places, gold.sum(2)[places[:2]]]).astype(np.int64)

@@ -28,7 +28,9 @@ FORMER_FIGURES = {"alignment": "alignment_loss"}  # until version 0.2.0
 def around(objective: Objective, recipe: Recipe) -> Objective:
     """What a recipe minimises, with `train.guided_alignment`."""
     train = recipe.train
-    return Guided(objective, train.guided_layer, train.guided_alignment) if train.guided_alignment else objective
+    if train.guided_alignment:
+        return Guided(objective, train.guided_layer, train.guided_alignment)
+    return objective
 
 
 def alignment_loss(scores: Tensor, links: Tensor, sentences: int) -> Tensor:
@@ -63,10 +65,13 @@ class Guided(Objective):
     def attach(self, model: Transformer) -> None:
         self.inner.attach(model)
         layers = model.decoder_layers
-        AttentionHook(self._see, attrgetter("training")).attach(layers[layer_index(self.layer, len(layers))].cross_attn)
+        layer = layers[layer_index(self.layer, len(layers))]
+        AttentionHook(self._see, attrgetter("training")).attach(layer.cross_attn)
 
     def prepare(self, batch: Batch) -> Batch:
-        self._links = batch["links"] if self.training and "links" in batch else None
+        self._links = None
+        if self.training and "links" in batch:
+            self._links = batch["links"]
         self._sentences = len(batch["src"])
         return self.inner.prepare(batch)
 

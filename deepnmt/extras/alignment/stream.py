@@ -20,7 +20,9 @@ from deepnmt.extras.alignment.annotations import Links
 
 def around(kind: Callable[..., Stream], recipe: Recipe, data: PreparedData) -> Callable[..., Stream]:
     """The stream of a recipe's training text: with links if `train.guided_alignment` needs them."""
-    return partial(GuidedStream, Links(data, "train")) if recipe.train.guided_alignment else kind
+    if recipe.train.guided_alignment:
+        return partial(GuidedStream, Links(data, "train"))
+    return kind
 
 
 class GuidedStream(Stream):

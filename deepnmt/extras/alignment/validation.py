@@ -29,7 +29,9 @@ def measure(recipe: Recipe, data: PreparedData) -> Callable[..., dict[str, float
 
 def describe(record: Mapping[str, Any]) -> str:
     """What a progress line says of a record."""
-    return f" alignment error {record['alignment_error']:.1%}" if "alignment_error" in record else ""
+    if "alignment_error" in record:
+        return f" alignment error {record['alignment_error']:.1%}"
+    return ""
 
 
 def _measure(recipe: Recipe, data: PreparedData, links: Links, rows: range, model: Transformer, ranks: Ranks,
@@ -38,19 +40,22 @@ def _measure(recipe: Recipe, data: PreparedData, links: Links, rows: range, mode
     has alignments. It is 1 - 2·|A∩G| / (|A| + |G|), A the links found and G the given ones (Och and Ney 2003, A
     Systematic Comparison of Various Statistical Alignment Models, eq. 21, where all given links are sure)."""
     split = data.split("valid").truncated(recipe.model.max_length)
-    given = [row for row in rows if links.of(row)]
-    plan = plan_eval(split.src_lengths[given], split.trg_lengths[given], recipe.batch.tokens)
-    layer, vocabs = layer_index(recipe.train.guided_layer, len(model.decoder_layers)), data.vocabs()
+    linked = [row for row in rows if links.of(row)]
+    plan = plan_eval(split.src_lengths[linked], split.trg_lengths[linked], recipe.batch.tokens)
+    layer = layer_index(recipe.train.guided_layer, len(model.decoder_layers))
+    vocabs = data.vocabs()
     right = total = 0.0
     with evaluating(model), torch.inference_mode():
         for index in range(ranks.rank, len(plan), ranks.world):
-            numbers = np.array(given)[plan[index]]
+            numbers = np.array(linked)[plan[index]]
             batch = collate(split, numbers, 0, ranks.device)
             targets = [split.targets[row].tolist() for row in numbers]
             aligned = align(model, layer, batch["src"], batch["src_lengths"], batch["trg_in"], targets, vocabs)
-            for row, found in zip(numbers, aligned, strict=True):
+            for row, predicted in zip(numbers, aligned, strict=True):
                 gold = set(links.of(row))
-                right += len(gold & set(found))
-                total += len(gold) + len(found)
+                right += len(gold & set(predicted))
+                total += len(gold) + len(predicted)
     right, total = ranks.sum([right, total])
-    return {"alignment_error": 1 - 2 * right / total} if total else {}
+    if not total:
+        return {}
+    return {"alignment_error": 1 - 2 * right / total}
