@@ -54,15 +54,19 @@ def tune(words: list[str]) -> None:
                         "weights; add train.init_from=null train.grow=null")
     from deepnmt.processes.launch import rank_from_environment
 
-    if (count := rank_from_environment()[1]) > 1:
+    count = rank_from_environment()[1]
+    if count > 1:
         raise UserError(f"tune was started on {count} processes, but it trains one model after the other in one; start "
                         "it alone, and say with --processes how many training will use")
     from deepnmt.extras.tune.plan import Budget
     from deepnmt.extras.tune.tune import tune
 
-    updates = args.updates or min(recipe.train.updates, max(300, min(2000, recipe.train.updates // 4)))
-    runs = args.runs or (RUNS if args.minutes is None else MOST)
-    budget = Budget(runs, math.inf if args.minutes is None else 60 * args.minutes, max(2, updates), args.seeds)
+    quarter = max(300, min(2000, recipe.train.updates // 4))
+    updates = args.updates or min(recipe.train.updates, quarter)
+    if args.minutes is None:
+        budget = Budget(args.runs or RUNS, math.inf, max(2, updates), args.seeds)
+    else:
+        budget = Budget(args.runs or MOST, 60 * args.minutes, max(2, updates), args.seeds)
     print(tune(recipe, budget, args.recipe, args.write, processes=args.processes, replace=args.replace))
 
 

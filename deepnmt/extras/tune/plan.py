@@ -103,7 +103,7 @@ def tuned_at(recipe: Recipe) -> dict[str, int]:
     return {f"model.tuned_at.{side}_layers": layers for side, layers in small_layers(recipe).items()}
 
 
-def given(recipe: Recipe) -> Point:
+def own_point(recipe: Recipe) -> Point:
     """The point that the recipe is."""
     point = {"lr": recipe.optimizer.lr}
     for side in recipe.model.sides:
@@ -114,17 +114,26 @@ def given(recipe: Recipe) -> Point:
 
 def anchors(recipe: Recipe) -> list[Point]:
     """The points that are tried first: the recipe's, and this one with slower sides."""
-    own = given(recipe)
-    if "encoder" not in own:
-        return [own]
-    return [own, *({**own, **{side: factor for side, factor in slow.items() if side in own}} for slow in SLOW)]
+    points = [own_point(recipe)]
+    if "encoder" in points[0]:
+        for slow in SLOW:
+            point = dict(points[0])
+            for side, factor in slow.items():
+                if side in point:
+                    point[side] = factor
+            points.append(point)
+    return points
 
 
 def box_of(recipe: Recipe) -> Box:
     """Where points are spread."""
     low, high = RATES
     box = {"lr": (low * recipe.optimizer.lr, high * recipe.optimizer.lr)}
-    return box | {side: FACTORS[side] for side in given(recipe) if side in FACTORS} | {"warmup": WARMUP}
+    for name in own_point(recipe):
+        if name in FACTORS:
+            box[name] = FACTORS[name]
+    box["warmup"] = WARMUP
+    return box
 
 
 def spread(box: Box, number: int, centre: Point | None = None) -> Point:
@@ -136,20 +145,28 @@ def spread(box: Box, number: int, centre: Point | None = None) -> Point:
         value = low * math.exp(place * width)
         if centre is not None:
             value = (centre[name] or low) * math.exp((place - 0.5) * NEAR * width)
-        point[name] = float(f"{value if name == 'lr' else min(value, high):.2g}")
+        if name != "lr":
+            value = min(value, high)
+        point[name] = float(f"{value:.2g}")
     return point
 
 
 def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
     """The settings of the recipe that a point stands for, in a run of so many updates."""
     optimizer, schedule = recipe.optimizer, recipe.schedule
-    factors = {side: point[side] for side in FACTORS if (side in point and side in optimizer.lr_factors)
-               or point.get(side, 1.0) != 1.0}
-    before = {side: factor for side, factor in factors.items() if side not in optimizer.lr_factors}  # the last counts
+    new: dict[str, float] = {}
+    factors = dict(optimizer.lr_factors)
+    for side in FACTORS:
+        if side not in point:
+            continue
+        if side in factors:
+            factors[side] = point[side]
+        elif point[side] != 1.0:
+            new[side] = point[side]
     settings: dict[str, Any] = {"optimizer.lr": point["lr"],
-                                "optimizer.lr_factors": {**before, **optimizer.lr_factors, **factors}}
+                                "optimizer.lr_factors": {**new, **factors}}  # where several fit, the last counts
     settings["schedule.warmup"] = schedule.warmup
-    if point["warmup"] != given(recipe)["warmup"] or updates != recipe.train.updates:
+    if point["warmup"] != own_point(recipe)["warmup"] or updates != recipe.train.updates:
         settings["schedule.warmup"] = warmup_of(recipe, point["warmup"], updates)
     if "carried" in point:
         settings |= tuned_at(recipe)
@@ -160,20 +177,31 @@ def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
 
 def shortened(recipe: Recipe, updates: int) -> dict[str, int]:
     """What the schedule counts in updates, in a run of so many."""
-    counts = {name: getattr(recipe.schedule, name) for name in ("decay", "step_update")}
-    return {name: max(2, count * updates // recipe.train.updates) for name, count in counts.items() if count}
+    counts = {}
+    for name in ("decay", "step_update"):
+        count = getattr(recipe.schedule, name)
+        if count:
+            counts[name] = max(2, count * updates // recipe.train.updates)
+    return counts
 
 
 def warmup_of(recipe: Recipe, share: float, updates: int) -> int:
     """Updates of a warm-up that is this share of a run, as far as the rest of the schedule leaves room."""
+    if not share:
+        return 0
     counts = shortened(recipe, updates)
     room = min(updates - counts.get("decay", 1), counts.get("step_update", updates) - 1)
-    longest = max(LONGEST_WARMUP, recipe.schedule.warmup) if share >= 1 else max(0, min(LONGEST_WARMUP, room))
-    return min(longest, max(1, round(share * updates))) if share else 0
+    longest = max(0, min(LONGEST_WARMUP, room))
+    if share >= 1:
+        longest = max(LONGEST_WARMUP, recipe.schedule.warmup)
+    return min(longest, max(1, round(share * updates)))
 
 
 def words(point: Point) -> str:
     """A point in a few words."""
-    factors = ", ".join(f"{side} x {point[side]:g}" for side in FACTORS if side in point)
-    return ", ".join(filter(None, (f"rate {point['lr']:.2g}", factors, f"warm-up {100 * point['warmup']:.2g} %",
-                                   "model.tuned_at" if "carried" in point else "")))
+    texts = [f"rate {point['lr']:.2g}"]
+    texts += [f"{side} x {point[side]:g}" for side in FACTORS if side in point]
+    texts.append(f"warm-up {100 * point['warmup']:.2g} %")
+    if "carried" in point:
+        texts.append("model.tuned_at")
+    return ", ".join(texts)

@@ -72,18 +72,20 @@ class Trials:
             TimeIsOver: there is no time left for it.
             UserError: the recipe cannot be trained with these settings.
         """
-        recipe = read_recipe(self.recipe if deep else self.small, {
+        base = self.recipe if deep else self.small
+        recipe = read_recipe(base, {
             **_alone(self.recipe, updates, self.processes), **settings_of(self.recipe, point, updates),
             "seed": seed, "run": "trial"})
         key = hashlib.sha256(f"{json.dumps(recipe.model_dump())}{self.data}".encode()).hexdigest()[:16]
-        cost = updates / self.budget.half * (_depth(self.recipe) / _depth(self.small) if deep else 1.0)
+        cost = updates / self.budget.half * (layers_of(base) / layers_of(self.small))
         if key not in self._known:
             if self.done and self._spent() + cost * self._seconds() > self.budget.seconds:
                 raise TimeIsOver
             model = "-".join(f"{recipe.model.stack(side).layers}L" for side in recipe.model.sides)
             print_status(f"{self._progress()}: {words(point)} ({model}, {updates:,} updates, seed {seed})")
             self._clear(f"trial-{key}")
-            folder, begun = self.folder / f"trial-{key}", time.monotonic()
+            folder = self.folder / f"trial-{key}"
+            begun = time.monotonic()
             figures = _train(read_recipe(recipe, {"run": str(folder)}), self.folder / "training.log")
             record = {"key": key, "stage": stage, "point": dict(point), "model": model, "updates": updates,
                       "seed": seed, "cost": cost, **figures, "seconds": round(time.monotonic() - begun, 1)}
@@ -144,34 +146,41 @@ def result(record: Record) -> str:
     """What came of a trial, in a few words."""
     if record["diverged"]:
         return "diverged"
-    said = f"loss {record['loss']:.3f}"
-    if record["source_gain"] is None:
-        return said
-    source = f"source {record['source_gain']:+.3f}, {said}, one vector {record['encoder_common']:.2f}"
-    return f"{source}: collapsed" if record["collapsed"] else source
+    text = f"loss {record['loss']:.3f}"
+    if record["source_gain"] is not None:
+        text = f"source {record['source_gain']:+.3f}, {text}, one vector {record['encoder_common']:.2f}"
+    if record["collapsed"]:
+        text += ": collapsed"
+    return text
 
 
 def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
     """Trains a trial to its end and returns its figures."""
-    diverged = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None, "collapsed": False}
+    figures = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None, "collapsed": False}
     with open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(file):
         try:
             run_training(recipe)
         except Diverged:
-            return diverged
-    [*_, valid] = (record for record in read_log(Path(recipe.run) / "log.jsonl") if record["type"] == "valid")
-    loss, use = float(valid["loss"]), SourceUse.of(valid)  # None: the task does not measure it
-    # A nat worse than a guess among all tokens: what another source costs then means nothing.
-    wild = float(valid["perplexity"]) > math.e * recipe.vocab.size
-    if not math.isfinite(loss) or (use is not None and (wild or not math.isfinite(use.source_gain))):
-        return diverged
-    return {"diverged": False, "loss": round(loss, 4),
-            "source_gain": None if use is None else round(use.source_gain, 4),
-            "encoder_common": None if use is None else round(use.encoder_common, 3),
-            "collapsed": use is not None and use.collapsed}
+            return figures
+    valid = [record for record in read_log(Path(recipe.run) / "log.jsonl") if record["type"] == "valid"][-1]
+    loss = float(valid["loss"])
+    use = SourceUse.of(valid)  # None: the task does not measure it
+    if use is not None:
+        # A nat worse than a guess among all tokens: what another source costs then means nothing.
+        wild = float(valid["perplexity"]) > math.e * recipe.vocab.size
+        if wild or not math.isfinite(use.source_gain):
+            return figures
+    if not math.isfinite(loss):
+        return figures
+    figures |= {"diverged": False, "loss": round(loss, 4)}
+    if use is not None:
+        figures |= {"source_gain": round(use.source_gain, 4), "encoder_common": round(use.encoder_common, 3),
+                    "collapsed": use.collapsed}
+    return figures
 
 
-def _depth(recipe: Recipe) -> int:
+def layers_of(recipe: Recipe) -> int:
+    """The layers of all its stacks."""
     return sum(recipe.model.stack(side).layers for side in recipe.model.sides)
 
 

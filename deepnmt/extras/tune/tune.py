@@ -20,14 +20,14 @@ from deepnmt.extras.tune.plan import (
     anchors,
     box_of,
     fitting,
-    given,
+    own_point,
     settings_of,
     small_layers,
     spread,
     tuned_at,
     words,
 )
-from deepnmt.extras.tune.trials import Record, TimeIsOver, Trials, result
+from deepnmt.extras.tune.trials import Record, TimeIsOver, Trials, layers_of, result
 from deepnmt.extras.tune.written import file_to_write, write_tuned
 from deepnmt.files import make_run_folder, markdown_table, table, write_json, write_text
 from deepnmt.training.task import find_task
@@ -63,8 +63,10 @@ def tune(
     """
     output = Path(recipe.run) / "tune"
     summary = output / "tune.json"
-    before = json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {}
-    file = file_to_write(origin, write, before.get("written"), replace)
+    written = None
+    if summary.is_file():
+        written = json.loads(summary.read_text(encoding="utf-8")).get("written")
+    file = file_to_write(origin, write, written, replace)
     data = find_task(recipe.task).open(recipe, True)
     make_run_folder(output)
     trials = Trials(recipe, small_copy(recipe), output, str(getattr(data, "fingerprint", "")), budget, processes)
@@ -72,7 +74,8 @@ def tune(
     try:
         search(trials)
     except TimeIsOver:
-        over = (f"The {budget.seconds / 60:g} minutes are over after {len(trials.done)} of {planned(trials)} trials; "
+        planned = trials.stages.runs if trials.stages else budget.runs
+        over = (f"The {budget.seconds / 60:g} minutes are over after {len(trials.done)} of {planned} trials; "
                 "the same command with more of them goes on.")
     rows = rows_of(trials)
     write_text(output / "tune.md", f"{markdown_table(rows)}\n")
@@ -82,16 +85,19 @@ def tune(
                         f"longer ones, for example --updates {min(2 * budget.updates, recipe.train.updates)}, or "
                         f"another block (docs/guide/which_block.md). {over}".rstrip())
     plot_trials(trials, output / "tune.png", Path(recipe.run).name)
-    said = [table(rows, 2), *carried(trials, best), over, f"{output / 'tune.png'}"]
-    if best.point == given(recipe):
-        said.append(f"The settings of {origin} are the best of those tried, so no recipe is written.")
-        return "\n".join(filter(None, said))
+    report = [table(rows, 2), *sentences(trials, best)]
+    if over:
+        report.append(over)
+    report.append(str(output / "tune.png"))
+    if best.point == own_point(recipe):
+        report.append(f"The settings of {origin} are the best of those tried, so no recipe is written.")
+        return "\n".join(report)
     tuned = read_recipe(recipe, {**settings_of(recipe, best.point, recipe.train.updates),
                                  "run": f"{recipe.run.rstrip('/')}_tuned"})
     text = write_tuned(file, origin, tuned)
     write_json(summary, {"point": dict(best.point), "file": str(file), "written": text})
-    return "\n".join(filter(None, [*said, f"{file}: {words(best.point)}; run: {tuned.run}",
-                                   f"next: deepnmt run {file}"]))
+    report += [f"{file}: {words(best.point)}; run: {tuned.run}", f"next: deepnmt run {file}"]
+    return "\n".join(report)
 
 
 def small_copy(recipe: Recipe) -> Recipe:
@@ -102,26 +108,23 @@ def small_copy(recipe: Recipe) -> Recipe:
     changes: dict[str, Any] = {f"model.{side}.layers": count for side, count in layers.items()}
     if getattr(recipe.train, "guided_layer", 0):
         changes["train.guided_layer"] = 0
-    return read_recipe(recipe, {**changes, **({"admin.profile": None} if recipe.admin.profile else {})})
+    if recipe.admin.profile:
+        changes["admin.profile"] = None
+    return read_recipe(recipe, changes)
 
 
 def depth_of(trials: Trials) -> float:
     """How many times as deep as its copy the model is."""
-    layers = [sum(recipe.model.stack(side).layers for side in recipe.model.sides)
-              for recipe in (trials.recipe, trials.small)]
-    return layers[0] / layers[1]
+    return layers_of(trials.recipe) / layers_of(trials.small)
 
 
 def failure(trials: Trials) -> str:
     """A clause on what is wrong with all the trials of the last stage."""
     if not trials.by_source:
         return "no trial had a finite loss"
-    deep = candidates_of(trials, ("deep",))
-    return "no trial on the deep model used its source" if deep else "no trial used its source"
-
-
-def planned(trials: Trials) -> int:
-    return trials.stages.runs if trials.stages else trials.budget.runs
+    if candidates_of(trials, ("deep",)):
+        return "no trial on the deep model used its source"
+    return "no trial used its source"
 
 
 def search(trials: Trials) -> None:
@@ -165,19 +168,26 @@ def carry(trials: Trials, finalists: Sequence[Candidate], count: int) -> None:
     if theory:
         finalists = [Candidate({**one.point, "carried": 1.0}, one.records) for one in finalists]
     winner = finalists[0].point
-    tried = [run(point) for point in ([winner] if winner == given(recipe) else [winner, given(recipe)])]
-    best, scale = tried[0], 1.0
-    last = len(finalists) > 1 and count > 3  # is the other finalist's
-    while len(tried) < count - last and not (theory or recipe.model.tuned_at != TunedAt()):
-        scale /= 2
-        lower = run(scaled(winner, scale))
-        tried.append(lower)
-        if trials.worth(lower.records) <= trials.worth(best.records) and trials.worth(best.records)[0]:
-            break
-        best = lower
-    for other in finalists[1:]:
-        for factor in (1.0,) if theory else (best.point["lr"] / winner["lr"], 1.0, 0.5):
-            point = scaled(other.point, factor)
+    best = run(winner)
+    tried = [best]
+    if winner != own_point(recipe):
+        tried.append(run(own_point(recipe)))
+    if not theory and recipe.model.tuned_at == TunedAt():
+        scale = 1.0
+        room = count
+        if len(finalists) > 1 and count > 3:
+            room -= 1  # the last is the other finalist's
+        while len(tried) < room:
+            scale /= 2
+            lower = run(scaled(winner, scale))
+            tried.append(lower)
+            if trials.worth(lower.records) <= trials.worth(best.records) and trials.worth(best.records)[0]:
+                break
+            best = lower
+    factors = [1.0] if theory else [best.point["lr"] / winner["lr"], 1.0, 0.5]
+    for finalist in finalists[1:]:
+        for factor in factors:
+            point = scaled(finalist.point, factor)
             if len(tried) < count and all(point != candidate.point for candidate in tried):
                 tried.append(run(point))
 
@@ -204,28 +214,22 @@ def ranked(trials: Trials, candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Without points that were there before."""
-    points: list[Point] = []
-    kept = []
+    """The first candidate of each point."""
+    first: list[Candidate] = []
     for candidate in candidates:
-        if candidate.point not in points:
-            points.append(candidate.point)
-            kept.append(candidate)
-    return kept
+        if all(candidate.point != earlier.point for earlier in first):
+            first.append(candidate)
+    return first
 
 
 def candidates_of(trials: Trials, stage: Sequence[str]) -> list[Candidate]:
     """The points of some stages with their trials."""
-    points: list[tuple[Point, list[Record]]] = []
-    for record in trials.done:
-        if record["stage"] not in stage:
-            continue
-        of_point = next((records for point, records in points if point == record["point"]), None)
-        if of_point is None:
-            points.append((record["point"], [record]))
-        else:
-            of_point.append(record)
-    return [Candidate(point, records) for point, records in points]
+    records = [record for record in trials.done if record["stage"] in stage]
+    candidates = []
+    for first in distinct([Candidate(record["point"], [record]) for record in records]):
+        of_point = [record for record in records if record["point"] == first.point]
+        candidates.append(Candidate(first.point, of_point))
+    return candidates
 
 
 def choose(trials: Trials) -> Candidate | None:
@@ -238,41 +242,47 @@ def choose(trials: Trials) -> Candidate | None:
         most = max(len(candidate.records) for candidate in candidates)
         complete = [candidate for candidate in candidates if len(candidate.records) == most]
         best = ranked(trials, complete)[0]
-        return best if trials.worth(best.records)[0] else None
+        if trials.worth(best.records)[0]:
+            return best
+        return None
     return None
 
 
-def carried(trials: Trials, best: Candidate) -> list[str]:
+def sentences(trials: Trials, best: Candidate) -> list[str]:
     """Sentences on what was chosen by what, how much of it is noise, and how it came to the deep model."""
-    what = "what the source is worth" if trials.by_source else \
-        f"the loss of the validation text, since task: {trials.recipe.task} does not measure what a source is worth"
-    said = [f"Chosen by {what}: {words(best.point)} ({result(best.records[0])})."]
-    spreads = [stdev(trials.worth([record])[1] for record in candidate.records)
-               for candidate in candidates_of(trials, ("longer", "seeds"))
-               if len(candidate.records) > 1 and all(math.isfinite(trials.worth([r])[1]) for r in candidate.records)]
-    noise = fmean(spreads) if spreads else None
+    what = "what the source is worth"
+    if not trials.by_source:
+        what = (f"the loss of the validation text, since task: {trials.recipe.task} does not measure what a source is "
+                "worth")
+    lines = [f"Chosen by {what}: {words(best.point)} ({result(best.records[0])})."]
+    repeated = [candidate for candidate in candidates_of(trials, ("longer", "seeds")) if len(candidate.records) > 1]
+    spreads = []
+    for candidate in repeated:
+        worths = [trials.worth([record])[1] for record in candidate.records]
+        if all(map(math.isfinite, worths)):
+            spreads.append(stdev(worths))
     deep = candidates_of(trials, ("deep",))
-    if noise is None:
-        said.append("No point was tried with several seeds, so it is not known how much of this is noise.")
+    if not spreads:
+        lines.append("No point was tried with several seeds, so it is not known how much of this is noise.")
     else:
-        said.append(f"Seeds on the small copy differ by ± {noise:.3f}.")
-        rivals = deep or [c for c in candidates_of(trials, ("longer", "seeds")) if len(c.records) > 1]
-        others = [c for c in ranked(trials, rivals) if c.point != best.point]
-        if others and trials.worth(others[0].records)[0]:
-            lead = trials.worth(best.records)[1] - trials.worth(others[0].records)[1]
+        noise = fmean(spreads)
+        lines.append(f"Seeds on the small copy differ by ± {noise:.3f}.")
+        rivals = [candidate for candidate in ranked(trials, deep or repeated) if candidate.point != best.point]
+        if rivals and trials.worth(rivals[0].records)[0]:
+            lead = trials.worth(best.records)[1] - trials.worth(rivals[0].records)[1]
             if lead < 2 * noise:
-                said.append(f"The next best, {words(others[0].point)}, is {lead:.3f} behind: not to be told from it.")
+                lines.append(f"The next best, {words(rivals[0].point)}, is {lead:.3f} behind: not to be told from it.")
     if depth_of(trials) == 1:
-        said.append("The model is as shallow as its copy would be, so the rates are its own.")
+        lines.append("The model is as shallow as its copy would be, so the rates are its own.")
     elif not deep:
-        said.append("They were not tried on the deep model, where the best rate may be a half or a quarter.")
+        lines.append("They were not tried on the deep model, where the best rate may be a half or a quarter.")
     elif "carried" in best.point or trials.recipe.model.tuned_at != TunedAt():
-        said.append("model.tuned_at carries the rates from fewer layers to these (docs/guide/comparing.md).")
+        lines.append("model.tuned_at carries the rates from fewer layers to these (docs/guide/comparing.md).")
     elif any("carried" in candidate.point for candidate in deep):
-        said.append("What model.tuned_at carries from the small copy was no better.")
+        lines.append("What model.tuned_at carries from the small copy was no better.")
     else:
-        said.append("No theory carries these rates over depth, so the best were tried on the deep model itself, at "
+        lines.append("No theory carries these rates over depth, so the best were tried on the deep model itself, at "
                     "lower rates, too: from 6 to 18 layers the best rate of B2T fell to a quarter and that of Post-LN "
                     "to a half, those of Pre-LN, DLCL, ReZero and T-Fixup stayed (studies/block_runs.jsonl). The "
                     "factors and the warm-up's share of the updates are carried as they are.")
-    return said
+    return lines

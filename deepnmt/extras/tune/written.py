@@ -16,12 +16,12 @@ from deepnmt.files import reporting
 from deepnmt.shipped import find_shipped
 
 
-def file_to_write(origin: str, given: Path | None, written: str | None, replace: bool) -> Path:
+def file_to_write(origin: str, chosen: Path | None, written: str | None, replace: bool) -> Path:
     """The file of the tuned recipe.
 
     Args:
         origin: the recipe, its shipped name, or the folder of a run.
-        given: `--write`.
+        chosen: `--write`.
         written: the text that an earlier call has written, which may be replaced.
         replace: whether any other may, too.
 
@@ -29,7 +29,8 @@ def file_to_write(origin: str, given: Path | None, written: str | None, replace:
         UserError: it is the recipe itself, or exists.
     """
     place = Path(origin)
-    file = given or (place.parent if place.is_file() else Path()) / f"{place.stem}_tuned.yaml"
+    folder = place.parent if place.is_file() else Path()
+    file = chosen or folder / f"{place.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"--write {file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
     if file.exists() and not replace and file.read_text(encoding="utf-8") != written:
@@ -44,19 +45,28 @@ def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
     settings of `tuned` are written, without comments.
     """
     source = find_shipped(origin)
-    text = (source / "recipe.yaml" if source.is_dir() else source).read_text(encoding="utf-8")
-    first, rest = text.partition("\n")[::2] if text.startswith("# yaml-language-server") else ("", text)
-    head = "\n".join(filter(None, [first, f"# Written by `deepnmt tune {origin}`."]))
+    if source.is_dir():
+        source /= "recipe.yaml"
+    rest = source.read_text(encoding="utf-8")
+    head = f"# Written by `deepnmt tune {origin}`."
+    if rest.startswith("# yaml-language-server"):  # which must be the first line
+        first, _, rest = rest.partition("\n")
+        head = f"{first}\n{head}"
     complete = f"{head}\n{dump_recipe(tuned)}"
     try:
         changes = changed_settings(load_recipe(origin), tuned)
     except UserError:
         changes = []
-    said = "".join(f"\n#   {change.key}: {_value(change.old)} -> {_value(change.new)}" for change in changes)
-    edited = f"{head} Its settings that differ:{said}\n{rest}"
+    candidates = [complete]
+    if changes:
+        edited = f"{head} Its settings that differ:"
+        for change in changes:
+            edited += f"\n#   {change.key}: {_value(change.old)} -> {_value(change.new)}"
+        edited += f"\n{rest}"
+        candidates.insert(0, edited_text(edited, {change.key: change.new for change in changes}))
     with reporting(str(file), "give another name with --write"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        for candidate in ([edited_text(edited, {c.key: c.new for c in changes})] if changes else []) + [complete]:
+        for candidate in candidates:
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, prefix=".tune-", suffix=".yaml",
                                              delete=False) as stream:
                 stream.write(candidate)
@@ -85,7 +95,11 @@ def _edit(text: str, way: list[str], value: Any) -> str:
     while way:
         if not isinstance(node, yaml.MappingNode):  # nothing, or a value where a group is wanted
             return _replaced(text, node, _value(_nested(way, value)))
-        child = next((child for key, child in node.value if key.value == way[0]), None)
+        child = None
+        for key, each in node.value:
+            if key.value == way[0]:
+                child = each
+                break
         if child is None:
             return _inserted(text, node, way[0], _value(_nested(way[1:], value)))
         node, way = child, way[1:]
@@ -109,7 +123,8 @@ def _inserted(text: str, node: yaml.MappingNode, key: str, value: str) -> str:
     """The text with a new key at the beginning of a group, or at the end of the file."""
     if node.flow_style:
         start = node.start_mark.index + 1
-        return f"{text[:start]}{key}: {value}{', ' if node.value else ''}{text[start:]}"
+        comma = ", " if node.value else ""
+        return f"{text[:start]}{key}: {value}{comma}{text[start:]}"
     first = node.value[0][0].start_mark
     if not first.column:
         return f"{text.rstrip()}\n{key}: {value}\n"
@@ -125,7 +140,8 @@ def _nested(way: list[str], value: Any) -> Any:
 def _value(value: Any) -> str:
     """A value as YAML in one line."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_value(each)}' for name, each in value.items())}}}"
+        items = ", ".join(f"{name}: {_value(each)}" for name, each in value.items())
+        return f"{{{items}}}"
     if isinstance(value, float):
         return f"{value:.6g}"
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
