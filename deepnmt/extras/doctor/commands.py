@@ -87,7 +87,8 @@ def diagnose(words: list[str]) -> None:
                 raise UserError(f"--rule {args.rule} has no effect here because a rule judges models before training "
                                 f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
             for name in ("processes", "updates", "minutes"):
-                if (value := getattr(args, name)) != parser.get_default(name):
+                value = getattr(args, name)
+                if value != parser.get_default(name):
                     raise UserError(f"--{name} {value} has no effect here because only a verdict asks for it, and "
                                     f"{checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")
         print(diagnose(recipe, ranks.device, checkpoint=checkpoint, output=args.output, tokens=args.tokens,
@@ -98,13 +99,16 @@ def _coordinates(parser: ArgumentParser, args: Namespace, recipe: Recipe) -> Non
     for name in ("checkpoint", "fresh", "tokens", "minutes", "processes", "rule"):
         if getattr(args, name) != parser.get_default(name):
             raise UserError(f"--{name} has no effect with --coordinates; remove one of them")
-    widths, depths = args.widths or [32, 64, 128], args.depths or [2, 4, 8, 16]
-    updates, seeds = 10 if args.updates is None else args.updates, 1 if args.seeds is None else args.seeds
+    widths = args.widths or [32, 64, 128]
+    depths = args.depths or [2, 4, 8, 16]
+    updates = 10 if args.updates is None else args.updates
+    seeds = 1 if args.seeds is None else args.seeds
     for name, values in (("widths", widths), ("depths", depths), ("updates", [updates]), ("seeds", [seeds])):
         if min(values) < 1:
             raise UserError(f"--{name} has {min(values)}, must be 1 or more")
-    if fault := [width for width in widths if width % 8 or width % min(widths)]:
-        raise UserError(f"--widths has {fault[0]}; all must be multiples of 8 and of the smallest")
+    for width in widths:
+        if width % 8 or width % min(widths):
+            raise UserError(f"--widths has {width}; all must be multiples of 8 and of the smallest")
     from deepnmt.extras.doctor.coordinates import check_coordinates
 
     with processes_of(recipe) as ranks:

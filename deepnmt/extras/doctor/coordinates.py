@@ -29,7 +29,7 @@ from deepnmt.extras.doctor.plots import plot_coordinates
 from deepnmt.extras.doctor.probes import evaluating, hooks, real_positions
 from deepnmt.extras.doctor.verdict import cut_batch
 from deepnmt.files import make_run_folder, write_json
-from deepnmt.model.blocks import SIDES, SUBLAYERS
+from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
@@ -60,15 +60,18 @@ def at_size(recipe: Recipe, size: Size, tuned: Size | None) -> Recipe:
     times = model.ffn / model.width
     settings: dict[str, Any] = {**_DROPOUTS, "model.width": size.width, "model.heads": heads,
                                 "model.ffn": 2 * round(size.width * times / 2)}
-    for side, layers in zip(SIDES, size[1:], strict=True):
-        settings |= {f"model.{side}.layers": layers, f"model.{side}.layer_drop": 0.0, f"model.{side}.word_dropout": 0.0}
-        settings |= {f"model.{side}.{name}": None for name in ("width", "heads", "ffn")}
-    there = dict.fromkeys(type(model.tuned_at).model_fields)
+    for side, layers in (("encoder", size.encoder_layers), ("decoder", size.decoder_layers)):
+        settings |= {f"model.{side}.layers": layers, f"model.{side}.layer_drop": 0.0, f"model.{side}.word_dropout": 0.0,
+                     f"model.{side}.width": None, f"model.{side}.heads": None, f"model.{side}.ffn": None}
+    for name in type(model.tuned_at).model_fields:
+        settings[f"model.tuned_at.{name}"] = None
     if tuned is not None:
-        there = {"width": tuned.width, "heads": heads, "ffn": 2 * round(tuned.width * times / 2),
-                 "encoder_layers": tuned.encoder_layers, "decoder_layers": tuned.decoder_layers}
+        settings |= {"model.tuned_at.width": tuned.width, "model.tuned_at.heads": heads,
+                     "model.tuned_at.ffn": 2 * round(tuned.width * times / 2),
+                     "model.tuned_at.encoder_layers": tuned.encoder_layers,
+                     "model.tuned_at.decoder_layers": tuned.decoder_layers}
     tree = recipe.model_dump()
-    for key, value in (settings | {f"model.tuned_at.{name}": value for name, value in there.items()}).items():
+    for key, value in settings.items():
         *groups, name = key.split(".")
         reduce(getitem, groups, tree)[name] = value
     return check_recipe(tree, f"the recipe at width {size.width}")
@@ -76,33 +79,37 @@ def at_size(recipe: Recipe, size: Size, tuned: Size | None) -> Recipe:
 
 def points(recipe: Recipe) -> dict[str, tuple[str, float]]:
     """The modules whose outputs are measured, each with the quantity that it belongs to and a factor."""
-    model, found = recipe.model, dict[str, tuple[str, float]]()
+    model = recipe.model
+    modules: dict[str, tuple[str, float]] = {}
     tuned = {"encoder": model.tuned_at.encoder_layers, "decoder": model.tuned_at.decoder_layers}
     for side in SIDES:
         stack = model.stack(side)
-        found[f"{side}.input"] = f"{side}: input", 1.0
+        factor = stack.layers / (tuned[side] or stack.layers)
         end = "out_norms" if "out_norms" in stack.facts.branch_ends else "adds"
+        modules[f"{side}.input"] = f"{side}: input", 1.0
         for index in range(stack.layers):
             for number, part in enumerate(SUBLAYERS[side]):
-                found[f"{side}.layers.{index}.rule.{end}.{number}"] = (
-                    f"{side}: {_PARTS[part]}", stack.layers / (tuned[side] or stack.layers))
-        found[f"{side}.layers.{stack.layers - 1}"] = f"{side}: last layer", 1.0
-    return found
+                modules[f"{side}.layers.{index}.rule.{end}.{number}"] = f"{side}: {_PARTS[part]}", factor
+        modules[f"{side}.layers.{stack.layers - 1}"] = f"{side}: last layer", 1.0
+    return modules
 
 
 @torch.no_grad()
 def quantities(model: Transformer, recipe: Recipe, batch: Batch) -> dict[str, list[Tensor]]:
     """What is measured of a batch, by name: the values at real positions, of each layer where there are several."""
-    real, found = real_positions(batch), dict[str, list[Tensor]]()
+    real = real_positions(batch)
+    values: dict[str, list[Tensor]] = {}
     with hooks() as handles, evaluating(model):
         for point, (name, factor) in points(recipe).items():
             def observe(_module: Any, _inputs: Any, x: Tensor, name: str = name, factor: float = factor) -> None:
-                found.setdefault(name, []).append(factor * x[real["encoder" if name[0] == "e" else "decoder"]])
+                side: Side = "encoder" if name.startswith("encoder") else "decoder"
+                values.setdefault(name, []).append(factor * x[real[side]])
 
             handles.append(model.get_submodule(point).register_forward_hook(observe))
         memory = model.encode(batch["src"], batch["src_lengths"], batch.key)
         hidden = model.decode(batch["trg_in"], memory, batch["src_lengths"], batch.key)[real["decoder"]]
-    return found | {"logits": [hidden @ model.output_weight.t()]}
+    values["logits"] = [hidden @ model.output_weight.t()]
+    return values
 
 
 class Measured(NamedTuple):
@@ -115,7 +122,8 @@ class Measured(NamedTuple):
 def measure(recipe: Recipe, vocabs: tuple[int, int], batches: Sequence[Batch], seeds: int = 1) -> Measured:
     """Trains fresh models by an update on each batch, at the recipe's peak rate, and looks at the first batch. The mean
     over `seeds` models."""
-    found: list[tuple[dict[str, float], dict[str, float]]] = []
+    size: dict[str, list[float]] = {}  # of each model
+    change: dict[str, list[float]] = {}
     for seed in range(recipe.seed, recipe.seed + seeds):
         model = new_model(recipe.model, *vocabs, seed, recipe.train.label_smoothing).to(batches[0].device)
         before = quantities(model, recipe, batches[0])
@@ -123,11 +131,17 @@ def measure(recipe: Recipe, vocabs: tuple[int, int], batches: Sequence[Batch], s
         for batch in batches:
             engine.train_step([batch], batch.tokens, recipe.optimizer.lr)
         after = quantities(model, recipe, batches[0])
-        found.append(({name: fmean(float(x.abs().mean()) for x in xs) for name, xs in after.items()},
-                      {name: fmean(float((x - y).abs().mean()) for x, y in zip(xs, before[name], strict=True))
-                       for name, xs in after.items()}))
-    return Measured(*({name: fmean(each[name] for each in kind) for name in kind[0]}
-                      for kind in zip(*found, strict=True)))
+        for name, layers in after.items():
+            differences = [x - y for x, y in zip(layers, before[name], strict=True)]
+            size.setdefault(name, []).append(_magnitude(layers))
+            change.setdefault(name, []).append(_magnitude(differences))
+    return Measured({name: fmean(values) for name, values in size.items()},
+                    {name: fmean(values) for name, values in change.items()})
+
+
+def _magnitude(layers: Sequence[Tensor]) -> float:
+    """The mean of the absolute values, averaged over the layers."""
+    return fmean(float(x.abs().mean()) for x in layers)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -158,20 +172,25 @@ def check_coordinates(
     batches = [cut_batch(stream, number % len(stream.plan(0)), TOKENS, number, device) for number in range(updates)]
     output = output or Path(recipe.run) / "coordinates"
     make_run_folder(output, "--output")
-    work = {size: size.width**2 * (size.encoder_layers + 1) for group in sizes.values() for size in group}
-    found: dict[str, dict[Size, Measured]] = {rule: {} for rule in RULES}
+    work = {size: size.width**2 * (size.encoder_layers + 1) for size in sizes["width"] + sizes["depth"]}
+    measured: dict[tuple[str, Size], Measured] = {}
     share = 100 / sum(work.values()) / len(RULES)
     with show_progress("coordinates: {:,} % measured", total=100, unit="%", desc="coordinates") as progress:
         done = 0.0
         for size in sorted(work):
             for rule in RULES:
-                tried = at_size(recipe, size, smallest if rule == RULES[0] else None)
-                found[rule][size] = measure(tried, (source.size, target.size), batches, seeds)
+                tried = at_size(recipe, size, smallest if rule == "carried" else None)
+                measured[rule, size] = measure(tried, (source.size, target.size), batches, seeds)
                 done += share * work[size]
                 progress(round(done))
-    ranges = {axis: {rule: {kind: {name: [getattr(found[rule][size], kind)[name] for size in group]
-                                   for name in found[rule][group[0]].size} for kind in Measured._fields}
-                     for rule in RULES} for axis, group in sizes.items()}
+    ranges: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}  # by axis, rule, kind and quantity
+    for axis, group in sizes.items():
+        ranges[axis] = {}
+        for rule in RULES:
+            models = [measured[rule, size] for size in group]
+            ranges[axis][rule] = {
+                "size": {name: [model.size[name] for model in models] for name in models[0].size},
+                "change": {name: [model.change[name] for model in models] for name in models[0].change}}
     write_json(output / "coordinates.json", {
         "updates": updates, "rate": recipe.optimizer.lr, "seeds": seeds, "widths": widths, "depths": depths,
         "values": ranges})
@@ -182,17 +201,20 @@ def check_coordinates(
 def table(ranges: Mapping[str, Any]) -> str:
     """The spreads as text, those of the rule as it is in brackets, and which quantities are not flat."""
     axes = [(axis, kind) for axis in ranges for kind in Measured._fields]
-    names = list(ranges["width"][RULES[0]]["size"])
+    names = list(ranges["width"]["carried"]["size"])
     lines = ["largest over smallest value, with tuned_at (and without):", "",
              f"{'':<24}" + "".join(f"{f'{kind} by {axis}':>18}" for axis, kind in axes)]
     uneven = []
     for name in names:
         cells = []
         for axis, kind in axes:
-            carried, plain = (spread(ranges[axis][rule][kind][name]) for rule in RULES)
+            carried = spread(ranges[axis]["carried"][kind][name])
+            plain = spread(ranges[axis]["plain"][kind][name])
             cells.append(f"{f'{carried:.2f} ({plain:.2f})':>18}")
             if carried > FLAT and (name, kind) != ("logits", "size"):
                 uneven.append(f"{name} ({kind} by {axis})")
         lines.append(f"{name:<24}" + "".join(cells))
-    said = "not flat: " + ", ".join(uneven) if uneven else "all flat"
-    return "\n".join([*lines, "", f"within {FLAT:g}: {said}"])
+    result = "all flat"
+    if uneven:
+        result = "not flat: " + ", ".join(uneven)
+    return "\n".join([*lines, "", f"within {FLAT:g}: {result}"])

@@ -109,7 +109,9 @@ class Subject:
     @property
     def trained(self) -> Path | None:
         """The checkpoint, if it has the optimizer's moments."""
-        return self.checkpoint if self.checkpoint is not None and has_moments(self.checkpoint) else None
+        if self.checkpoint is not None and has_moments(self.checkpoint):
+            return self.checkpoint
+        return None
 
 
 @dataclass
@@ -159,11 +161,14 @@ def diagnose(
     Raises:
         UserError: the prepared data, the checkpoint or the rule is missing, or the folder cannot be written.
     """
-    has_rule = checkpoint is None and (rule is not None or SHIPPED.is_file())
-    verdict_rule = VerdictRule.load(rule or SHIPPED) if has_rule else None
-    if processes % (stages := recipe.parallel.pipeline_stages or 1) and processes > 1:
+    verdict_rule = None
+    if checkpoint is None and (rule is not None or SHIPPED.is_file()):
+        verdict_rule = VerdictRule.load(rule or SHIPPED)
+    stages = recipe.parallel.pipeline_stages or 1
+    if processes > 1 and processes % stages:
         raise UserError(f"--processes is {processes}, must be a multiple of parallel.pipeline_stages ({stages})")
-    if checkpoint is None and (trained := recipe.train.init_from):
+    trained = recipe.train.init_from
+    if checkpoint is None and trained:
         raise UserError(f"train.init_from is {trained}, so the run does not begin with fresh weights; diagnose that "
                         f"model with --checkpoint {trained}, or a fresh one with train.init_from=null train.grow=null")
     clock = Clock(seconds)
@@ -172,9 +177,12 @@ def diagnose(
     data.verify()
     batch = first_batch(recipe, data, tokens, device)
     subject = subject_of(recipe, data, batch, checkpoint)
-    option = "run" if output is None else "--output"
+    option = "--output"
     if output is None:
-        name = f"diagnosis-{original_name(subject.checkpoint)}" if subject.checkpoint else "diagnosis"
+        option = "run"
+        name = "diagnosis"
+        if subject.checkpoint:
+            name += f"-{original_name(subject.checkpoint)}"
         output = Path(recipe.run) / name
     make_run_folder(output, option)
     findings = examine(subject, verdict_rule, max(1, processes // stages), updates, clock)
@@ -215,15 +223,17 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
         raise UserError(f"{loaded.folder} was trained with vocabularies of {loaded.src_vocab.size} and "
                         f"{loaded.trg_vocab.size} pieces, but {recipe.data.folder} has {vocabs[0]} and {vocabs[1]}; "
                         "give a recipe with the data it was trained on")
-    model, own, state = loaded.model.to(device), loaded.recipe, loaded.state
-    model.objective = CrossEntropy(own.train.label_smoothing)
+    model, trained, state = loaded.model.to(device), loaded.recipe, loaded.state
+    model.objective = CrossEntropy(trained.train.label_smoothing)
     passes = 0.0
-    if own.schedule.step_epoch is not None:  # only then, because it takes a plan
-        passes = training_stream(own, data).passes(Position(state.epoch, state.micro_batch))
-    reached = state.loss_scale if recipe.loss_scale == own.loss_scale else None
-    given = {name: getattr(recipe, name) for name in Recipe.marked("diagnose")}
-    return Subject(own.model_copy(update=given), data, model, batch, vocabs, loaded.folder, passes=passes,
-                   scale=float(reached["scale"]) if reached else None)
+    if trained.schedule.step_epoch is not None:  # only then, because it takes a plan
+        passes = training_stream(trained, data).passes(Position(state.epoch, state.micro_batch))
+    scale = None
+    if state.loss_scale and recipe.loss_scale == trained.loss_scale:
+        scale = float(state.loss_scale["scale"])
+    overridden = {name: getattr(recipe, name) for name in Recipe.marked("diagnose")}
+    return Subject(trained.model_copy(update=overridden), data, model, batch, vocabs, loaded.folder, passes=passes,
+                   scale=scale)
 
 
 def _fresh(
@@ -247,14 +257,17 @@ def examine(
     """
     clock = clock or Clock()
     recipe, model, batch, shape = subject.recipe, subject.model, subject.batch, subject.recipe.model
-    findings: dict[str, Any] = {"about": {
-        "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
+    about = {
+        "checkpoint": None,
         "encoder": f"{shape.encoder.layers} layers, {shape.encoder.block}",
         "decoder": f"{shape.decoder.layers} layers, {shape.decoder.block}",
         "width": shape.width, "ffn": shape.ffn, "parameters": sum(p.numel() for p in model.parameters()),
         "learning rate": recipe.optimizer.lr, "schedule": recipe.schedule.name, "warm-up": recipe.schedule.warmup,
         "sentences": len(batch["src"]), "target tokens": batch.tokens, "device": str(batch.device),
-    }}
+    }
+    if subject.checkpoint:
+        about["checkpoint"] = str(subject.checkpoint)
+    findings: dict[str, Any] = {"about": about}
     clock.show("layer dependency and similarity")
     findings["dependency"] = {side: dependency(model, batch, side) for side in SIDES}
     findings["likeness"] = {side: layer_similarity(model, batch, side) for side in SIDES}
@@ -263,36 +276,44 @@ def examine(
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
     clock.show("gradients in fp16")
-    first = half_zeros(model, batch, loss_scale(subject), recipe.batch.per_rank(1))
-    half = working_scale(subject, first) if recipe.parallel.precision == "fp16" else first
-    findings["half"] = {**asdict(half), "asked": first.scale, "lost": half.lost}
+    half = half_zeros(model, batch, loss_scale(subject), recipe.batch.per_rank(1))
+    asked = half.scale
+    if recipe.parallel.precision == "fp16":
+        half = working_scale(subject, half)
+    findings["half"] = {**asdict(half), "asked": asked, "lost": half.lost}
     clock.show("the next update")
     rate = update_rate(subject)
     update = partial(take_update, subject)
     noise = noise_change(model, batch)
     changes, loss = update_change(model, batch, update)
     findings["change"] = {
-        "noise": {side: noise[side][0] for side in SIDES},
-        "update": {**{side: changes[side][0] for side in SIDES}, "rate": rate, "loss_before": plain_loss(model, batch),
-                   "loss_after": loss}}
+        "noise": {"encoder": noise["encoder"][0], "decoder": noise["decoder"][0]},
+        "update": {"encoder": changes["encoder"][0], "decoder": changes["decoder"][0], "rate": rate,
+                   "loss_before": plain_loss(model, batch), "loss_after": loss}}
     clock.show("output change against depth")
     if subject.checkpoint is None:
         findings["faults"] += wrong_sizes(model, batch, findings["dependency"])
         findings["growth"], findings["last_ffn"] = growth(subject, noise, changes, findings["gradients"])
         clock.show(f"a trial of {TRIAL} updates")
-        findings["verdict"] = judge(subject, rule, half, clock, data_world, updates) if rule is not None else None
-        findings["faults"] += findings["verdict"]["faults"] if findings["verdict"] else []
+        findings["verdict"] = None
+        if rule is not None:
+            findings["verdict"] = judge(subject, rule, half, clock, data_world, updates)
+            findings["faults"] += findings["verdict"]["faults"]
     else:
         kinds = {"1 % noise on the matrices": noise_change(model, batch, layers=True),
                  f"one update at rate {rate:g}": update_change(model, batch, update, layers=True)[0]}
-        findings["growth"] = {f"{kind}, layer by layer": {
-            side: Growth.of(range(1, len(values) + 1), values) for side, values in changes.items()}
-            for kind, changes in kinds.items()}
+        findings["growth"] = {}
+        for kind, changes in kinds.items():
+            lines = findings["growth"][f"{kind}, layer by layer"] = {}
+            for side, values in changes.items():
+                lines[side] = Growth.of(range(1, len(values) + 1), values)
         findings["moved"] = checkpoint_displacements(subject)
         clock.show("what the model does with its source")
         findings["outcome"] = outcome_of(subject)
         findings["faults"] += wrong_outputs(model, batch)
-        if (note := findings["outcome"]["collapse"]) and not any(f.startswith("collapse") for f in findings["faults"]):
+        note = findings["outcome"]["collapse"]
+        reported = any(fault.startswith("collapse") for fault in findings["faults"])
+        if note and not reported:
             findings["faults"].append(f"collapse: {note}")
     return findings
 
@@ -303,7 +324,8 @@ def examine(
 def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
     """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
     updates are plain momentum or none (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
-    if plain := OPTIMIZERS[recipe.optimizer.name].plain:
+    plain = OPTIMIZERS[recipe.optimizer.name].plain
+    if plain:
         recipe = with_settings(recipe, {"optimizer.name": plain, "optimizer.unrectified": "momentum"})
     LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
 
@@ -311,7 +333,8 @@ def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
 def take_update(subject: Subject) -> None:
     """The next update of a checkpoint's run, if the checkpoint has the moments; otherwise `one_update`. In place."""
     recipe, model, batch = subject.recipe, subject.model, subject.batch
-    if (checkpoint := subject.trained) is None:
+    checkpoint = subject.trained
+    if checkpoint is None:
         one_update(model, recipe, batch)
         return
     engine = LocalEngine(model, recipe, batch.device)
@@ -325,8 +348,9 @@ def update_rate(subject: Subject) -> float:
     if subject.trained is None:
         return recipe.optimizer.lr
     state = load_state(subject.trained)
+    validations = [validation["value"] for validation in state.extra["validations"]]
     return learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates, subject.passes,
-                         [validation["value"] for validation in state.extra["validations"]])
+                         validations)
 
 
 def growth(
@@ -341,39 +365,46 @@ def growth(
         noise, changes, whole: of the recipe's own model: the change by noise, by an update, and the gradients.
     """
     recipe, batch = subject.recipe, subject.batch
-    layers = {side: getattr(recipe.model, side).layers for side in SIDES}
-    deep = max(layers.values())
-    kinds = ("1 % noise on the matrices", f"one update at the peak rate {recipe.optimizer.lr:g}")
-    by_depth: dict[str, dict[str, dict[int, float]]] = {kind: {side: {} for side in SIDES} for kind in kinds}
+    encoder, decoder = recipe.model.encoder.layers, recipe.model.decoder.layers
+    deepest = max(encoder, decoder)
+    by_noise: dict[str, dict[int, float]] = {"encoder": {}, "decoder": {}}  # changes by depth
+    by_update: dict[str, dict[int, float]] = {"encoder": {}, "decoder": {}}
     last: dict[int, float] = {}
-    models = [*(depth for depth in _DEPTHS if depth < deep), deep]
+    models = [depth for depth in _DEPTHS if depth < deepest] + [deepest]
     with show_progress("models of {:,} depths", total=len(models), unit=" depths", leave=False) as progress:
         for number, depth in enumerate(models, 1):
-            depths = {side: max(1, round(depth * layers[side] / deep)) for side in SIDES}
-            other = with_settings(recipe, {f"model.{side}.layers": depths[side] for side in SIDES})
-            figures = noise, changes, whole
-            if depth < deep:
-                model = _fresh(other, subject.vocabs, batch)
-                update = partial(one_update, model, other, batch)
-                figures = noise_change(model, batch), update_change(model, batch, update)[0], gradients(model, batch)
-            for kind, moved in zip(kinds, figures[:2], strict=True):
-                for side in SIDES:
-                    by_depth[kind][side][depths[side]] = moved[side][0]
-            last[depths["decoder"]] = figures[2].last_ffn
+            depths = {"encoder": max(1, round(depth * encoder / deepest)),
+                      "decoder": max(1, round(depth * decoder / deepest))}
+            if depth < deepest:
+                shallower = with_settings(recipe, {"model.encoder.layers": depths["encoder"],
+                                                   "model.decoder.layers": depths["decoder"]})
+                model = _fresh(shallower, subject.vocabs, batch)
+                moved_by_noise = noise_change(model, batch)
+                moved_by_update, _ = update_change(model, batch, partial(one_update, model, shallower, batch))
+                last_ffn = gradients(model, batch).last_ffn
+            else:
+                moved_by_noise, moved_by_update, last_ffn = noise, changes, whole.last_ffn
+            for side in SIDES:
+                by_noise[side][depths[side]] = moved_by_noise[side][0]
+                by_update[side][depths[side]] = moved_by_update[side][0]
+            last[depths["decoder"]] = last_ffn
             progress(number)
-    return ({kind: {side: Growth.of([*changes], [*changes.values()]) for side, changes in sides.items()}
-             for kind, sides in by_depth.items()},
-            {"depths": [float(depth) for depth in last], "norms": [*last.values()]})
+    curves: dict[str, dict[str, Growth]] = {}
+    for kind, by_depth in (("1 % noise on the matrices", by_noise),
+                           (f"one update at the peak rate {recipe.optimizer.lr:g}", by_update)):
+        curves[kind] = {side: Growth.of(list(moved), list(moved.values())) for side, moved in by_depth.items()}
+    return curves, {"depths": [float(depth) for depth in last], "norms": list(last.values())}
 
 
 def checkpoint_displacements(subject: Subject) -> list[dict[str, Any]]:
     """`displacement` of the attention matrices between successive checkpoints of the run."""
     assert subject.checkpoint is not None
     parent = subject.checkpoint.parent
-    folders = list_checkpoints(parent / "checkpoints" if original_name(subject.checkpoint) == "averaged" else parent)
+    if original_name(subject.checkpoint) == "averaged":
+        parent /= "checkpoints"
     pairs: list[dict[str, Any]] = []
     first: tuple[Path, dict[str, Tensor]] | None = None
-    for folder in folders:
+    for folder in list_checkpoints(parent):
         try:
             after = load_weights(folder)
         except DamagedFolder as fault:  # also raised if the run has deleted it since
@@ -422,15 +453,22 @@ def judge(
     needed = 1.1 * (clock.elapsed - begun)  # a tenth for another model's weights, and for the page at the end
     values = features(trial, recipe, after, data_world)
     verdict = rule.judge(values)
-    rated = {number: features(trial, recipe, number, data_world) for number in course(after)}
-    fp16 = fp16_fault(subject, half) if precision == "fp16" else None
+    earlier: dict[int, dict[Outcome, float]] = {}
+    for number in course(after):
+        reached = features(trial, recipe, number, data_world)
+        if number == after or rule.reaches(reached):
+            earlier[number] = rule.probabilities(reached)
+    fp16 = None
+    if precision == "fp16":
+        fp16 = fp16_fault(subject, half)
     instead: dict[str, dict[Outcome, float]] = {}
     others: dict[str, Trial] = {}
     left_out: list[str] = []
     if fp16 is not None:
         instead["parallel.precision=bf16"] = verdict.probabilities
     if verdict.outcome != "translates":
-        for longer in (factor * recipe.train.updates for factor in _LONGER):
+        for factor in _LONGER:
+            longer = factor * recipe.train.updates
             later = features(trial, with_settings(recipe, {"train.updates": longer}), longer, data_world)
             if rule.reaches(later):
                 instead[f"train.updates={longer}"] = rule.probabilities(later)
@@ -439,25 +477,31 @@ def judge(
                 left_out.append(name)
                 continue
             print_status(f"a trial with {name} instead, after {clock.elapsed:.0f} s")
-            profile = subject.profile if other.model == recipe.model else None
+            profile = None
+            if other.model == recipe.model:
+                profile = subject.profile
             others[name] = _trial(subject, other, _fresh(other, subject.vocabs, subject.batch, profile))
             instead[name] = rule.probabilities(features(others[name], other, after, data_world))
-    ranked = sorted(others, key=lambda name: -expected_rank(instead[name]))
-    best = [name for name in ranked[:1] if expected_rank(instead[name]) > expected_rank(verdict.probabilities)]
+    best = {}
+    if others:
+        name = max(others, key=lambda name: expected_rank(instead[name]))
+        if expected_rank(instead[name]) > expected_rank(verdict.probabilities):
+            best[name] = asdict(others[name])
     return {
-        "outcome": verdict.outcome if fp16 is None else "stuck", "probabilities": verdict.probabilities,
+        "outcome": "stuck" if fp16 else verdict.outcome, "probabilities": verdict.probabilities,
         "updates": after, "reasons": verdict.reasons, "fp16": fp16, "features": values, "trial": asdict(trial),
-        "course": {number: rule.probabilities(each) for number, each in rated.items()
-                   if number == after or rule.reaches(each)},
-        "outside": rule.unseen(recipe, precision) + verdict.outside, "rule": rule.facts, "instead": instead,
-        "best": {name: asdict(others[name]) for name in best}, "left out": left_out, "faults": faults,
+        "course": earlier, "outside": rule.unseen(recipe, precision) + verdict.outside, "rule": rule.facts,
+        "instead": instead, "best": best, "left out": left_out, "faults": faults,
     }
 
 
 def course(updates: int) -> list[int]:
     """The numbers of updates for which the verdict is given: from a hundredth, but more than the trial's, up to all."""
-    shares = (0.01, 0.03, 0.1, 0.3)
-    return sorted({updates, *(round(updates * share) for share in shares if updates * share > TRIAL)})
+    numbers = {updates}
+    for share in (0.01, 0.03, 0.1, 0.3):
+        if updates * share > TRIAL:
+            numbers.add(round(updates * share))
+    return sorted(numbers)
 
 
 def _trial(subject: Subject, recipe: Recipe, model: Transformer) -> Trial:
@@ -469,7 +513,9 @@ def loss_scale(subject: Subject) -> float:
     """The loss scale that a checkpoint's run had reached, or else the recipe's initial one in fp16, or `LOSS_SCALE`."""
     if subject.scale is not None:
         return subject.scale
-    return 2.0**subject.recipe.loss_scale.initial_power if subject.recipe.parallel.precision == "fp16" else LOSS_SCALE
+    if subject.recipe.parallel.precision == "fp16":
+        return 2.0**subject.recipe.loss_scale.initial_power
+    return LOSS_SCALE
 
 
 def working_scale(subject: Subject, half: HalfZeros) -> HalfZeros:
@@ -498,13 +544,15 @@ def _json_ready(value: Any) -> Any:
         return {str(key): _json_ready(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_json_ready(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
 
 
-def default_checkpoint(recipe: Recipe, given: str | None, is_run: bool) -> Path | None:
-    """The checkpoint given on the command line, otherwise a run's newest, otherwise None (a fresh model)."""
-    if given is not None:
-        return find_checkpoint(Path(given), "newest")
+def default_checkpoint(recipe: Recipe, name: str | None, is_run: bool) -> Path | None:
+    """The checkpoint named on the command line, otherwise a run's newest, otherwise None (a fresh model)."""
+    if name is not None:
+        return find_checkpoint(Path(name), "newest")
     if is_run and list_checkpoints(Path(recipe.run) / "checkpoints"):
         return find_checkpoint(Path(recipe.run), "newest")
     return None

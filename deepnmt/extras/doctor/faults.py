@@ -36,34 +36,42 @@ _END = 10  # updates at the end of a trial
 def wrong_wiring(model: Transformer, batch: Batch) -> list[str]:
     """Faults of the batch's labels, of the causal mask and of the masks of padding, in words."""
     src, lengths, trg_in, trg_out = (batch[name] for name in TRANSLATION)
-    faults, vocab = [], model.table("trg").num_embeddings
+    faults = []
+    vocab = model.table("trg").num_embeddings
     after = (trg_out != PAD)[:, 1:]
     if bool((trg_in[:, 0] != BOS).any()) or bool((trg_in[:, 1:] != trg_out[:, :-1])[after].any()):
         faults.append("labels: the decoder's input is not the target one position later, begun by bos")
     with evaluating(model):
         memory = model.encode(src, lengths, batch.key)
-        hidden, half = model.decode(trg_in, memory, lengths, batch.key), trg_in.size(1) // 2
-        other = trg_in.clone()
-        other[:, half:] = (other[:, half:] + 1) % vocab
-        if not _agree(model.decode(other, memory, lengths, batch.key)[:, :half], hidden[:, :half]):
+        hidden = model.decode(trg_in, memory, lengths, batch.key)
+        half = trg_in.size(1) // 2
+        altered = trg_in.clone()
+        altered[:, half:] = (altered[:, half:] + 1) % vocab
+        if not _agree(model.decode(altered, memory, lengths, batch.key)[:, :half], hidden[:, :half]):
             faults.append("causal mask: later target tokens change earlier outputs of the decoder")
         room = min(2, model.encoder.input.positions.size(0) - src.size(1))  # further columns of padding
         longer = F.pad(src, (0, room), value=PAD)
         padding = torch.arange(longer.size(1), device=src.device) >= lengths[:, None]
         real = real_positions(batch)["decoder"]
-        moved = model.decode(trg_in, model.encode(longer.masked_fill(padding, PAD + 1), lengths, batch.key), lengths)
+        memory = model.encode(longer.masked_fill(padding, PAD + 1), lengths, batch.key)
+        moved = model.decode(trg_in, memory, lengths)
         if not _agree(moved[real], hidden[real]):
             faults.append("padding: what stands in the source's padding changes the decoder's outputs")
         room = min(2, model.decoder.input.positions.size(0) - trg_in.size(1))
-        ends = {name: F.pad(batch[name], (0, room), value=PAD) for name in ("trg_in", "trg_out")}
-        losses = [float(model(each).nll) for each in (batch, batch.with_tensors(**ends))]
-        if not math.isclose(*losses, rel_tol=_EQUAL):
+        padded = batch.with_tensors(trg_in=F.pad(trg_in, (0, room), value=PAD),
+                                    trg_out=F.pad(trg_out, (0, room), value=PAD))
+        if not math.isclose(float(model(batch).nll), float(model(padded).nll), rel_tol=_EQUAL):
             faults.append("padding: the target's padding counts in the loss")
     return faults
 
 
 def _agree(after: Tensor, before: Tensor) -> bool:
-    return float((after - before).abs().max()) <= _EQUAL * float(before.square().mean().sqrt())
+    return float((after - before).abs().max()) <= _EQUAL * _size(before)
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square."""
+    return float(x.square().mean().sqrt())
 
 
 @torch.no_grad()
@@ -75,36 +83,42 @@ def wrong_sizes(
     Args:
         dependency: β of both stacks, see `measures.dependency`.
     """
-    faults, real = [], real_positions(batch)
+    faults = []
+    real = real_positions(batch)
     with evaluating(model):
-        for side, table, ids in zip(SIDES, (model.table("src"), model.table("trg")),
-                                    (batch["src"], batch["trg_in"]), strict=True):
-            layer, embedded = model.get_submodule(f"{side}.input"), table(ids)
-            places = layer(torch.zeros_like(embedded))
-            sizes = [float(x[real[side]].square().mean().sqrt()) for x in (layer(embedded) - places, places)]
-            if sizes[0] < _FAINT * sizes[1]:
-                faults.append(f"embeddings: at the {side}'s input they have {sizes[0]:.2g} where the positions have "
-                              f"{sizes[1]:.2g}, so the words are drowned; scale them by sqrt(width)")
+        inputs: dict[Side, Tensor] = {"encoder": model.table("src")(batch["src"]),
+                                      "decoder": model.table("trg")(batch["trg_in"])}
+        for side, embedded in inputs.items():
+            layer = model.get_submodule(f"{side}.input")
+            positions = layer(torch.zeros_like(embedded))
+            words_size = _size((layer(embedded) - positions)[real[side]])
+            positions_size = _size(positions[real[side]])
+            if words_size < _FAINT * positions_size:
+                faults.append(f"embeddings: at the {side}'s input they have {words_size:.2g} where the positions have "
+                              f"{positions_size:.2g}, so the words are drowned; scale them by sqrt(width)")
         [hidden] = outputs_of(model, batch)["decoder"]
     spread = float(F.linear(hidden, model.output_weight).std(-1).median())
     if not spread < _SPREAD:
         faults.append(f"logits: before training they spread by {spread:.3g} over the vocabulary, not by about 1; the "
                       "embeddings or the decoder's outputs are too large")
     for side, rows in dependency.items():
-        own = [row[-1] ** 2 for row in rows[1:]]
-        if (large := sum(not share < _OWN for share in own)) > len(own) / 2:
-            faults.append(f"branches: in {large} of {len(own)} sub-layers of the {side} the branch makes up more than "
-                          f"{100 * _OWN:.0f} % of the output, so the residual stream is cut; the matrices are too "
-                          "large")
+        shares = [row[-1] ** 2 for row in rows[1:]]
+        large = [share for share in shares if not share < _OWN]  # also NaN
+        if len(large) > len(shares) / 2:
+            faults.append(f"branches: in {len(large)} of {len(shares)} sub-layers of the {side} the branch makes up "
+                          f"more than {100 * _OWN:.0f} % of the output, so the residual stream is cut; the matrices "
+                          "are too large")
     return faults
 
 
 @torch.no_grad()
 def wrong_outputs(model: Transformer, batch: Batch) -> list[str]:
     """Faults of a model that has trained, in words: stacks that have collapsed, or else dead branches."""
-    real, dead = real_positions(batch), []
+    real = real_positions(batch)
+    dead: list[str] = []
     outputs = outputs_of(model.eval(), batch)
-    if collapsed := [side for side in SIDES if token_similarity(outputs[side][0]) > _COLLAPSED]:
+    collapsed = [side for side in SIDES if token_similarity(outputs[side][0]) > _COLLAPSED]
+    if collapsed:
         remedy = "; the rate is too high, or the warm-up too short for this depth and block"
         if collapsed == ["encoder"]:
             remedy = (", so there is no source to read; lower the encoder's learning rate alone, "
@@ -124,7 +138,9 @@ def wrong_outputs(model: Transformer, batch: Batch) -> list[str]:
                         lambda _m, taken, output, name=f"{side}.layers.{number}.{part}", side=side:
                         look(name, side, taken[0], output)))
         outputs_of(model, batch)
-    return [f"dead branch: {_some(dead)} put out the same, whatever comes in"] if dead else []
+    if dead:
+        return [f"dead branch: {_some(dead)} put out the same, whatever comes in"]
+    return []
 
 
 def _variance(x: Tensor) -> float:
@@ -142,21 +158,28 @@ def wrong_training(
         before: the parameters before the trial.
         losses, norms: of its updates.
     """
-    broken = next((number for number, values in enumerate(zip(losses, norms, strict=True), 1)
-                   if not all(map(math.isfinite, values))), None)
-    if broken is not None:
-        return [f"divergence: loss or gradient is not finite at update {broken} of the trial"]
+    for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return [f"divergence: loss or gradient is not finite at update {number} of the trial"]
     faults = []
-    if (end := fmean(losses[-_END:])) > losses[0]:
+    end = fmean(losses[-_END:])
+    if end > losses[0]:
         faults.append(f"rising loss: {losses[0]:.2f} nats at the first update of the trial, {end:.2f} over the last "
                       f"{min(_END, len(losses))}; the rate is too high, or the warm-up too short")
-    moved = ((name, parameter - old) for (name, parameter), old in zip(model.named_parameters(), before, strict=True)
-             if parameter.requires_grad and parameter.ndim == 2)  # no gradient: the recipe freezes it
-    still = [name for pair in moved for name, rows in matrices([pair]) if not bool(rows.any())]
-    return [*faults, *([f"frozen: {_some(still)} did not change in {len(losses)} updates"] if still else [])]
+    unchanged = []
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        if parameter.requires_grad:  # otherwise the recipe freezes it
+            for matrix, difference in matrices([(name, parameter - old)]):
+                if not bool(difference.any()):
+                    unchanged.append(matrix)
+    if unchanged:
+        faults.append(f"frozen: {_some(unchanged)} did not change in {len(losses)} updates")
+    return faults
 
 
 def _some(names: Sequence[str], shown: int = 4) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+    text = ", ".join(names[:shown])
+    if len(names) > shown:
+        text += f" and {len(names) - shown} more"
+    return text

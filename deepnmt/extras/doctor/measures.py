@@ -86,7 +86,8 @@ class Growth:
     @classmethod
     def of(cls, depths: Sequence[int], changes: Sequence[float]) -> Growth:
         """The changes with both fits."""
-        return cls(list(depths), list(changes), fit_line(depths, changes), fit_line([*map(math.log, depths)], changes))
+        logarithms = [math.log(depth) for depth in depths]
+        return cls(list(depths), list(changes), fit_line(depths, changes), fit_line(logarithms, changes))
 
 
 def change(before: Tensor, after: Tensor) -> float:
@@ -98,7 +99,7 @@ Changes = dict[Side, list[float]]  # of `outputs_of`: one value for a stack, or 
 
 
 def _changes(before: dict[Side, list[Tensor]], after: dict[Side, list[Tensor]]) -> Changes:
-    return {side: [*map(change, before[side], after[side])] for side in SIDES}
+    return {side: list(map(change, before[side], after[side])) for side in SIDES}
 
 
 @contextmanager
@@ -110,7 +111,8 @@ def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
     block, however the block scales its own initial weights. Afterwards the weights are restored.
     """
     with restored(model):
-        for name, matrix in matrices([(n, p.data) for n, p in model.named_parameters() if ".layers." in n]):
+        weights = [(name, parameter.data) for name, parameter in model.named_parameters() if ".layers." in name]
+        for name, matrix in matrices(weights):
             deviation = size * math.sqrt(2 / sum(matrix.shape))
             noise = torch.empty(matrix.shape).normal_(std=deviation, generator=generator_for(seed, f"noise of {name}"))
             matrix.add_(noise.to(matrix))
@@ -142,7 +144,8 @@ def noise_change(
         for trial in range(trials):
             with perturbed(model, size, trial):
                 for side, values in _changes(before, outputs_of(model, batch, layers)).items():
-                    total[side] = [sofar + value / trials for sofar, value in zip(total[side], values, strict=True)]
+                    for index, value in enumerate(values):
+                        total[side][index] += value / trials
     return total
 
 
@@ -176,13 +179,16 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
     """
     layers, top = layers_of(model, side), model.get_submodule(f"{side}.norm")
     entering: list[Stream] = []  # inputs of every layer and of the stack's final norm
-    branches: list[list[Tensor]] = [[] for _ in layers]  # outputs of each layer's branches
+    branches: list[list[Tensor]] = []  # outputs of each layer's branches
     with hooks() as handles, evaluating(model):
         for module in (*layers, top):
             handles.append(module.register_forward_pre_hook(lambda _m, inputs: entering.append(inputs[0])))
-        for layer, own in zip(layers, branches, strict=True):
+        for layer in layers:
+            outputs: list[Tensor] = []
+            branches.append(outputs)
             for add in layer.get_submodule("rule.adds").children():
-                handles.append(add.register_forward_hook(lambda _m, _i, output, own=own: own.append(output)))
+                handles.append(add.register_forward_hook(
+                    lambda _m, _i, output, outputs=outputs: outputs.append(output)))
         src, lengths, trg_in = batch["src"], batch["src_lengths"], batch["trg_in"]
         memory = model.encode(src, lengths, batch.key)
         if side == "decoder":
@@ -195,17 +201,20 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
         block = layer.get_submodule("rule")
         known, count = len(parts[0]), len(outputs)
         # Each branch is one more part. The last part stays zero: its output is what the block adds, as a norm's bias.
-        alone = [output.new_zeros(known + count + 1, *output.shape) for output in outputs]
-        for index, output in enumerate(outputs):
-            alone[index][known + index] = output
+        alone = []
+        for index, output in enumerate(outputs, known):
+            padded = output.new_zeros(known + count + 1, *output.shape)
+            padded[index] = output
+            alone.append(padded)
         with _frozen(block, partial(_run, block, x, outputs)) as (wholes, _):
-            inputs, reached = _run(block, _padded(parts, count + 1), alone)
-        rows += [_shares(taken[:known + index] - taken[-1], whole, real)
-                 for index, (taken, whole) in enumerate(zip(inputs, wholes, strict=True))]
-        parts = [tensor[:-1] - tensor[-1] for tensor in tensors(reached)]
+            inputs, result = _run(block, _padded(parts, count + 1), alone)
+        for index, (taken, whole) in enumerate(zip(inputs, wholes, strict=True), known):
+            rows.append(_shares(taken[:index] - taken[-1], whole, real))
+        parts = [tensor[:-1] - tensor[-1] for tensor in tensors(result)]
     with _frozen(top, partial(top, entering[-1])) as whole:
-        result = top(_padded(parts, 1))
-    return [*rows, _shares(result[:-1] - result[-1], whole, real)]
+        output = top(_padded(parts, 1))
+    rows.append(_shares(output[:-1] - output[-1], whole, real))
+    return rows
 
 
 def _run(block: nn.Module, x: Stream, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Stream]:
@@ -223,14 +232,15 @@ def _run(block: nn.Module, x: Stream, outputs: Sequence[Tensor]) -> tuple[list[T
 def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result]:
     """Yields the result of `forward`; while the context is open, each norm of the module keeps the statistics of its
     input [B, T, D] in that pass, see `Norm.frozen`."""
-    taken: dict[Norm, Tensor] = {}
-    norms = [norm for norm in module.modules() if isinstance(norm, Norm)]
+    inputs_of: dict[Norm, Tensor] = {}
     with hooks() as handles:
-        for norm in norms:
-            handles.append(norm.register_forward_pre_hook(lambda norm, inputs: taken.update({norm: inputs[0]})))
+        for norm in module.modules():
+            if isinstance(norm, Norm):
+                handles.append(norm.register_forward_pre_hook(
+                    lambda norm, inputs: inputs_of.update({norm: inputs[0]})))
         result = forward()
     with hooks() as handles:
-        for norm, x in taken.items():
+        for norm, x in inputs_of.items():
             frozen = norm.frozen(x)
             handles.append(norm.register_forward_hook(lambda _m, inputs, _o, frozen=frozen: frozen(inputs[0])))
         yield result
@@ -238,7 +248,10 @@ def _frozen(module: nn.Module, forward: Callable[[], Result]) -> Iterator[Result
 
 def _padded(parts: Sequence[Tensor], count: int) -> Stream:
     """The stream of parts, with `count` parts of zeros appended."""
-    return stream_of([torch.cat([part, part.new_zeros(count, *part.shape[1:])]) for part in parts])
+    padded = []
+    for part in parts:
+        padded.append(torch.cat([part, part.new_zeros(count, *part.shape[1:])]))
+    return stream_of(padded)
 
 
 def _shares(parts: Tensor, whole: Tensor, real: Tensor) -> list[float]:
@@ -273,7 +286,8 @@ class Gradients:
     @property
     def last_ffn(self) -> float:
         """Of the second matrix of the decoder's last FFN."""
-        return [value for name, value in self.matrices.items() if re.fullmatch(r"decoder\..*ffn\.fc2", name)][-1]
+        names = [name for name in self.matrices if re.fullmatch(r"decoder\..*ffn\.fc2", name)]
+        return self.matrices[names[-1]]
 
     def of_stack(self, side: str) -> list[float]:
         """Of the outputs of a stack's sub-layers, from the bottom."""
@@ -283,7 +297,7 @@ class Gradients:
 def gradients(model: Transformer, batch: Batch) -> Gradients:
     """One forward and one backward pass in evaluation mode (no dropout); the model's own `.grad` is left empty."""
     norms: dict[str, float] = {}  # in the order of the forward pass
-    outputs = {name for side in SIDES for name in sublayers(model, side)}
+    outputs = {*sublayers(model, "encoder"), *sublayers(model, "decoder")}
 
     def observe(name: str, tensor: Tensor) -> None:
         norms[name] = 0.0
@@ -295,15 +309,19 @@ def gradients(model: Transformer, batch: Batch) -> Gradients:
         with watching(model, observe):
             loss = mean_loss(model, batch)
         loss.backward()
-    grads = [(name, p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in model.named_parameters()]
+    grads = []
+    for name, parameter in model.named_parameters():
+        grads.append((name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad))
     by_matrix = {name: float(rows.norm()) for name, rows in matrices(grads)}
     model.zero_grad(set_to_none=True)
-    order, places = list(norms), {}
+    order = list(norms)
+    places = {}
     for index, layer in enumerate(layers_of(model, "decoder")):
         rule = f"decoder.layers.{index}.rule"
         if len(norms_of(layer)) >= 3 and order.index(f"{rule}.norms.0.in") > order.index(f"{rule}.adds.0"):
             places[f"decoder.layers.{index}"] = [norms[f"{rule}.{point}"] for point in GRADIENT_POINTS]
-    return Gradients(float(loss.detach()), {n: norms[n] for n in order if n in outputs}, by_matrix, places)
+    of_outputs = {name: norm for name, norm in norms.items() if name in outputs}
+    return Gradients(float(loss.detach()), of_outputs, by_matrix, places)
 
 
 @dataclass(frozen=True)
@@ -325,8 +343,8 @@ class HalfZeros:
     @property
     def lost(self) -> float:
         """The largest share, over the layers, that is zero in fp16 but not in fp32."""
-        return max((self.shares[name] - self.shares_fp32[name] for name in self.shares if ".layers." in name),
-                   default=math.nan)
+        lost = [self.shares[name] - self.shares_fp32[name] for name in self.shares if ".layers." in name]
+        return max(lost, default=math.nan)
 
 
 def half_zeros(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
@@ -341,7 +359,10 @@ def half_zeros(model: Transformer, batch: Batch, scale: float, accumulation: int
         (mean_loss(half, batch).float() * (scale / accumulation)).backward()
     plain = copy.deepcopy(model).float().eval()
     mean_loss(plain, batch).backward()
-    finite = all(bool(p.grad.isfinite().all()) for p in half.parameters() if p.grad is not None)
+    finite = True
+    for parameter in half.parameters():
+        if parameter.grad is not None:
+            finite = finite and bool(parameter.grad.isfinite().all())
     return HalfZeros(scale, finite, _zero_shares(half), _zero_shares(plain))
 
 
@@ -362,8 +383,12 @@ def _zero_shares(model: Transformer) -> dict[str, float]:
     zeros: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        part = ".".join(name.split(".")[:3]) if ".layers." in name else name.split(".")[0]
-        zeros[part] += parameter.numel() if parameter.grad is None else int((parameter.grad == 0).sum())
+        words = name.split(".")
+        part = ".".join(words[:3]) if ".layers." in name else words[0]
+        if parameter.grad is None:
+            zeros[part] += parameter.numel()
+        else:
+            zeros[part] += int((parameter.grad == 0).sum())
         total[part] += parameter.numel()
     return {part: zeros[part] / total[part] for part in total}
 
@@ -382,11 +407,14 @@ def displacement(
     """
     differences = [(name, after[name] - before[name]) for name in before]
     updates = {name: float(rows.norm()) for name, rows in matrices(differences) if "_attn." in name}
-    relative = {}
-    for kind, norms in (("gradients", {name: gradients[name] for name in updates}), ("updates", updates)):
-        top = max(norms.values(), default=0.0)
-        relative[kind] = {name: value / top if top else 0.0 for name, value in norms.items()}
-    return relative
+    own_gradients = {name: gradients[name] for name in updates}
+    return {"gradients": _over_largest(own_gradients), "updates": _over_largest(updates)}
+
+
+def _over_largest(norms: Mapping[str, float]) -> dict[str, float]:
+    """Each norm over the largest of them; all 0 if that is 0."""
+    largest = max(norms.values(), default=0.0) or 1.0
+    return {name: norm / largest for name, norm in norms.items()}
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -406,8 +434,10 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
 
     def module_done(largest: dict[str, float], path: str, module: nn.Module, taken: tuple[Any, ...], output: Any
                     ) -> None:
-        seen = {path: output, **({f"{path} (input)": taken[0]} if isinstance(module, Norm) else {})}
-        for name, tensor in seen.items():
+        values = {path: output}
+        if isinstance(module, Norm):
+            values[f"{path} (input)"] = taken[0]
+        for name, tensor in values.items():
             if isinstance(tensor, Tensor):
                 largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
 
@@ -416,8 +446,11 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
         output = block_of(layer).value(stream)
         largest["output"] = float(output.abs().max())
         where = max(largest, key=lambda path: largest[path])
+        headroom = math.inf
+        if largest[where]:
+            headroom = HALF_MAX / largest[where]
         figures[name] = {"variance": float(output[real[side]].var(correction=0)), "largest": largest[where],
-                         "where": where, "headroom": HALF_MAX / largest[where] if largest[where] else math.inf}
+                         "where": where, "headroom": headroom}
 
     with hooks() as handles, evaluating(model):
         for side in SIDES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -138,16 +138,25 @@ def explain(
         model = Transformer(recipe.model, *vocabs, recipe.seed, CrossEntropy(recipe.train.label_smoothing))
         copy_weights(model, current)
         report = RankReport(kind)
-        if first := first_non_finite(model, batches, factor * scale):
-            wider = None if kind == "fp32" else first_non_finite(model.float(), batches, factor)
-            report = RankReport(kind, str(first), first.largest, None if wider is None else str(wider))
+        first = first_non_finite(model, batches, factor * scale)
+        if first is not None:
+            report = RankReport(kind, str(first), first.largest)
+            if kind != "fp32":
+                wider = first_non_finite(model.float(), batches, factor)
+                if wider is not None:
+                    report = replace(report, fp32=str(wider))
         del model
     except torch.OutOfMemoryError:
         report = RankReport(kind, enough_memory=False)
     del current  # gathering the reports needs memory, too
     data = ranks.gather_bytes(json.dumps(asdict(report)).encode())
-    reports = [RankReport(**json.loads(each)) for each in data or ()]
-    return advise(next((each for each in reports if each.tensor), reports[0]), recipe) if reports else []
+    if data is None:
+        return []
+    reports = [RankReport(**json.loads(each)) for each in data]
+    for report in reports:
+        if report.tensor:
+            return advise(report, recipe)
+    return advise(reports[0], recipe)
 
 
 def advise(report: RankReport, recipe: Recipe) -> list[str]:
@@ -168,8 +177,9 @@ def advise(report: RankReport, recipe: Recipe) -> list[str]:
         return [where, f"Try parallel.precision=bf16 or fp32, or {rate}."]
     deep = ", ".join(sorted(BLOCKS.where(lambda block: block.made_for_depth)))
     unstable = recipe.model.encoder.facts.unstable_deep or recipe.model.decoder.facts.unstable_deep
-    other = f", or, in a new run, a block made for depth ({deep})" if unstable else ""
-    return [where, f"Try {rate}{other}. If the first updates failed already, check the data."]
+    if unstable:
+        rate += f", or, in a new run, a block made for depth ({deep})"
+    return [where, f"Try {rate}. If the first updates failed already, check the data."]
 
 
 def copy_weights(model: nn.Module, source: nn.Module) -> None:

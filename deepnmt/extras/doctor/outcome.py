@@ -69,8 +69,10 @@ def measure_outcome(evaluate: Evaluate, valid: Split, surprise: Tensor, device: 
     """
     own, shuffled = paired_batches(valid, range(len(valid)), SENTENCES, BATCH, device)
     tokens = sum(batch.tokens for batch in own)
-    first, second = (sum(nll for _, nll in evaluate(batches)) / tokens for batches in (own, shuffled))
-    return Measured(first, second, sum(guess(surprise, batch["trg_out"]) * batch.tokens for batch in own) / tokens)
+    own_nll = sum(nll for _, nll in evaluate(own))
+    shuffled_nll = sum(nll for _, nll in evaluate(shuffled))
+    guessed = sum(guess(surprise, batch["trg_out"]) * batch.tokens for batch in own)
+    return Measured(own_nll / tokens, shuffled_nll / tokens, guessed / tokens)
 
 
 def frequencies(train: Split, vocab: int) -> Tensor:

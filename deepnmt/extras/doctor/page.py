@@ -42,41 +42,49 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
             ("batch", f"{about['sentences']} sentences, {about['target tokens']:,} target tokens, {about['device']}"),
             ("loss", f"{gradients.loss:.3f} nats a target token")]
     for side in SIDES:
-        own = [row[-1] for row in findings["dependency"][side][1:]]
+        shares = [row[-1] ** 2 for row in findings["dependency"][side][1:]]
         rows.append((f"{side} dependency",
-                     f"share of an output that comes from its own branch: β_ii² {own[0] ** 2:.2f} at the first "
-                     f"sub-layer, {own[-1] ** 2:.2f} at the last, sum {sum(beta * beta for beta in own):.1f} over "
-                     f"{len(own)}"))
+                     f"share of an output that comes from its own branch: β_ii² {shares[0]:.2f} at the first "
+                     f"sub-layer, {shares[-1]:.2f} at the last, sum {sum(shares):.1f} over {len(shares)}"))
     for side in SIDES:
         low, *_, high = gradients.of_stack(side)
-        rows.append((f"{side} gradients", f"lowest sub-layer's output {low:.3g}, highest {high:.3g}: "
-                                          f"{low / high if high else math.inf:.3g} times"))
+        ratio = low / high if high else math.inf
+        rows.append((f"{side} gradients", f"lowest sub-layer's output {low:.3g}, highest {high:.3g}: {ratio:.3g} "
+                                          "times"))
     for kind, lines in findings["growth"].items():
         words = []
         for side, growth in lines.items():
-            words.append(f"{side} {growth.changes[0]:.2g} at {growth.depths[0]} layer(s), {growth.changes[-1]:.2g} at "
-                         f"{growth.depths[-1]}")
+            text = (f"{side} {growth.changes[0]:.2g} at {growth.depths[0]} layer(s), {growth.changes[-1]:.2g} at "
+                    f"{growth.depths[-1]}")
             if math.isfinite(growth.linear.r2):
-                words[-1] += f" (R² to N {growth.linear.r2:.2f}, to log N {growth.logarithmic.r2:.2f})"
+                text += f" (R² to N {growth.linear.r2:.2f}, to log N {growth.logarithmic.r2:.2f})"
+            words.append(text)
         rows.append((f"change, {kind}", "; ".join(words)))
     rows.append(("one update",
                  f"at rate {update['rate']:.3g} moves the encoder's output by {update['encoder']:.3g} of its variance, "
                  f"the decoder's by "
                  f"{update['decoder']:.3g}; loss {update['loss_before']:.3f} to {update['loss_after']:.3f}"))
-    rows += [(f"{side} similarity", f"cosine of first and last layer's outputs "
-              f"{round(findings['likeness'][side][-1][0], 2) + 0.0:.2f}") for side in SIDES]
+    for side in SIDES:
+        cosine = round(findings["likeness"][side][-1][0], 2) + 0.0  # no -0.00
+        rows.append((f"{side} similarity", f"cosine of first and last layer's outputs {cosine:.2f}"))
     name, worst = max(findings["ranges"].items(), key=lambda item: item[1]["largest"])
     half = findings["half"]
-    overflow = f" (gradients overflow at {half['asked']:g})" if half["asked"] > half["scale"] else ""
-    rows.append(("fp16", f"largest magnitude {worst['largest']:.3g} in {name} ({worst['where']}), 65,504 is "
-                         f"{worst['headroom']:.3g} times that; at loss scale {half['scale']:g}{overflow} up to "
-                         f"{100 * max(half['lost'], 0.0):.2f} % of a layer's gradients vanish"
-                         + ("" if half["finite"] else "; GRADIENTS OVERFLOW at this scale")))
-    if pairs := findings.get("moved"):
-        gradient, moved = (fmean(min(pair[kind].values()) for pair in pairs) for kind in ("gradients", "updates"))
+    fp16 = (f"largest magnitude {worst['largest']:.3g} in {name} ({worst['where']}), 65,504 is "
+            f"{worst['headroom']:.3g} times that; at loss scale {half['scale']:g}")
+    if half["asked"] > half["scale"]:
+        fp16 += f" (gradients overflow at {half['asked']:g})"
+    fp16 += f" up to {100 * max(half['lost'], 0.0):.2f} % of a layer's gradients vanish"
+    if not half["finite"]:
+        fp16 += "; GRADIENTS OVERFLOW at this scale"
+    rows.append(("fp16", fp16))
+    pairs = findings.get("moved")
+    if pairs:
+        gradient = fmean(min(pair["gradients"].values()) for pair in pairs)
+        moved = fmean(min(pair["updates"].values()) for pair in pairs)
         rows.append(("updates", f"over {len(pairs)} pairs of checkpoints the smallest attention matrix has "
                                 f"{gradient:.3g} of the largest one's gradient, and {moved:.3g} of its update"))
-    if outcome := findings.get("outcome"):
+    outcome = findings.get("outcome")
+    if outcome:
         rows.append(("outcome", f"{WORDS[outcome['outcome']]}: validation loss {outcome['own']:.3f} nats a target "
                                 f"token, {outcome['gain']:+.3f} with shuffled sources; the tokens' frequencies alone "
                                 f"have {outcome['frequencies']:.3f}"))
@@ -85,25 +93,25 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
                                f"cross-attention has {100 * use['cross_attention_entropy']:.0f} % of its largest "
                                "entropy"))
     rows.append(("faults", "; ".join(findings["faults"]) or "none of those that are looked for"))
-    if "verdict" in findings:
-        rows.append(("verdict", _verdict_words(findings["verdict"]) if findings["verdict"] else _NO_RULE))
-    if findings.get("verdict") and findings["verdict"]["best"]:
-        name, = findings["verdict"]["best"]
-        rows.append(("better", f"{name}: {_probabilities(findings['verdict']['instead'][name])}"))
+    verdict = findings.get("verdict")
+    if verdict:
+        text = f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}"
+        if verdict["fp16"]:
+            text = f"predicted to fail in fp16: {verdict['fp16']} (the rule alone, {text})"
+        if verdict["outside"]:
+            text += "; unlike the runs that the rule was fitted on"
+        rows.append(("verdict", text))
+        for name in verdict["best"]:
+            rows.append(("better", f"{name}: {_probabilities(verdict['instead'][name])}"))
+    elif "verdict" in findings:
+        rows.append(("verdict", _NO_RULE))
     return rows
-
-
-def _verdict_words(verdict: Mapping[str, Any]) -> str:
-    words = f"after {verdict['updates']:,} updates: {_probabilities(verdict['probabilities'])}"
-    if verdict["fp16"]:
-        words = f"predicted to fail in fp16: {verdict['fp16']} (the rule alone, {words})"
-    return f"{words}; unlike the runs that the rule was fitted on" if verdict["outside"] else words
 
 
 def _probabilities(probabilities: Mapping[str, float]) -> str:
     """The outcomes with their probabilities, the most probable one first."""
-    return ", ".join(f"{WORDS[name]} {probabilities[name]:.2f}"
-                     for name in sorted(OUTCOMES, key=lambda name: -probabilities[name]))
+    names = sorted(OUTCOMES, key=lambda name: -probabilities[name])
+    return ", ".join(f"{WORDS[name]} {probabilities[name]:.2f}" for name in names)
 
 
 def _changes(verdict: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
@@ -125,11 +133,10 @@ def write_page(findings: Findings, folder: Path) -> Path:
              f"{about['learning rate']:g}, warm-up of {about['warm-up']:,} updates</small></p>"]
     if verdict:
         parts += [_box(verdict["outcome"], _answer(verdict)), *_remedies(verdict), *_trial(verdict, folder)]
-    elif outcome:
-        parts.append(_box(outcome["outcome"], [_MEASURED[outcome["outcome"]].format(gain=max(outcome["gain"], 0.0)),
-                                               *map(_sentence, findings["faults"])]))
-    if verdict:
         parts += _background(verdict)
+    elif outcome:
+        answer = _MEASURED[outcome["outcome"]].format(gain=max(outcome["gain"], 0.0))
+        parts.append(_box(outcome["outcome"], [answer, *map(_sentence, findings["faults"])]))
     rows = "".join(f"<tr><th>{escape(title)}</th><td>{escape(text)}</td></tr>" for title, text in _rows(findings))
     sections = [f"<table>{rows}</table>"]
     for name, title, text, plot in _sections(findings):
@@ -167,10 +174,11 @@ def _answer(verdict: Mapping[str, Any]) -> list[str]:
     if verdict["fp16"]:
         return [f"No: it will probably fail in fp16, because {verdict['fp16']}."]
     sure = f"{100 * verdict['probabilities'][outcome]:.0f} %"
-    seen = [_sentence(fault) for fault in verdict["faults"]] or [
-        f"In a trial of {len(trial['losses'])} updates its loss came from {trial['losses'][0]:.2f} to "
-        f"{fmean(trial['losses'][-5:]):.2f} nats a token, and no fault was seen."]
-    return [_PREDICTED[outcome].format(updates=verdict["updates"], sure=sure), *seen]
+    answer = _PREDICTED[outcome].format(updates=verdict["updates"], sure=sure)
+    if verdict["faults"]:
+        return [answer, *map(_sentence, verdict["faults"])]
+    return [answer, f"In a trial of {len(trial['losses'])} updates its loss came from {trial['losses'][0]:.2f} to "
+                    f"{fmean(trial['losses'][-5:]):.2f} nats a token, and no fault was seen."]
 
 
 def _sentence(fault: str) -> str:
@@ -181,22 +189,30 @@ def _sentence(fault: str) -> str:
 
 def _remedies(verdict: Mapping[str, Any]) -> list[str]:
     """What to change, and how that was rated."""
-    own = {"stuck": 1.0, "target only": 0.0, "translates": 0.0} if verdict["fp16"] else verdict["probabilities"]
-    better = [(name, rated) for name, rated in _changes(verdict) if expected_rank(rated) > expected_rank(own) + 0.05]
     if verdict["outcome"] == "translates":
         return []
+    own = verdict["probabilities"]
+    if verdict["fp16"]:
+        own = {"stuck": 1.0, "target only": 0.0, "translates": 0.0}
+    enough = expected_rank(own) + 0.05
+    better = [(name, rated) for name, rated in _changes(verdict) if expected_rank(rated) > enough]
     if not verdict["instead"]:
         return ["<h2>What to change</h2><p>No other recipe was tried, because there was no time for it; "
                 "<code>--minutes 10</code> gives it some.</p>"]
     if not better:
         return [f"<h2>What to change</h2><p>None of {len(verdict['instead'])} changes that were tried was rated "
                 "better.</p>"]
-    head = "".join(f"<th>{escape(text)}</th>" for text in ("change", *(WORDS[name] for name in reversed(OUTCOMES))))
-    rows = [(f"<code>{escape(name)}</code>", rated) for name, rated in better[:_SHOWN]] + [("as it is", own)]
-    body = "".join(f"<tr><td>{name}</td>{''.join(_bar(rated[outcome]) for outcome in reversed(OUTCOMES))}</tr>"
-                   for name, rated in rows)
+    best_first = OUTCOMES[::-1]
+    table = "<tr><th>change</th>"
+    for outcome in best_first:
+        table += f"<th>{escape(WORDS[outcome])}</th>"
+    table += "</tr>"
+    rows = [(f"<code>{escape(name)}</code>", rated) for name, rated in better[:_SHOWN]]
+    for name, rated in [*rows, ("as it is", own)]:
+        bars = "".join(_bar(rated[outcome]) for outcome in best_first)
+        table += f"<tr><td>{name}</td>{bars}</tr>"
     return [f"<h2>What to change, and what it is worth</h2><p>Each was tried in {len(verdict['trial']['losses'])} "
-            f"updates of its own. This is how it will probably end:</p><table>{'<tr>' + head + '</tr>'}{body}</table>"]
+            f"updates of its own. This is how it will probably end:</p><table>{table}</table>"]
 
 
 def _bar(share: float) -> str:
@@ -215,28 +231,33 @@ def _trial(verdict: Mapping[str, Any], folder: Path) -> list[str]:
 
 def _background(verdict: Mapping[str, Any]) -> list[str]:
     """How far to trust the verdict, and all that was rated; folded."""
-    rule, trust = verdict["rule"], list[str]()
+    rule = verdict["rule"]
+    trust: list[str] = []
     if {"held_out", "outcomes"} <= rule.keys():
         right, ends = rule["held_out"].values(), rule["outcomes"].values()
         trust.append(f"It is a rule that was fitted on {rule['runs']} runs of small models. On other texts, depths "
                      f"and blocks than those of its fit it was right on {100 * min(right):.0f} to "
                      f"{100 * max(right):.0f} %. Always saying the commonest outcome is right on "
                      f"{100 * max(ends) / sum(ends):.0f} %.")
-    parts = []
-    for title, groups in (
-        ("How far to trust this", {
+    tried = [f"{name}: {_probabilities(rated)}" for name, rated in _changes(verdict)]
+    course = [f"after {int(number):,}: {_probabilities(rated)}" for number, rated in verdict["course"].items()]
+    sections: dict[str, dict[str, Sequence[str]]] = {  # the items by title and the line that leads to them
+        "How far to trust this": {
             "": trust, "This recipe is unlike the runs of the fit, so trust the prediction less:": verdict["outside"],
-            "What no prediction of this kind can know:": UNKNOWABLE}),
-        ("Every change that was tried, and what was not", {
-            "": [f"{name}: {_probabilities(rated)}" for name, rated in _changes(verdict)],
-            "Not tried, because time was up; --minutes gives more of it:": verdict["left out"]}),
-        ("The prediction for fewer updates", {"": [
-            f"after {int(number):,}: {_probabilities(rated)}" for number, rated in verdict["course"].items()]}),
-        ("What moves the chance to translate most, in points of a hundred, against an average run", {
-            "": verdict["reasons"]}),
-    ):
-        content = [f"<p>{escape(lead)}</p><ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
-                   for lead, items in groups.items() if items]
+            "What no prediction of this kind can know:": UNKNOWABLE},
+        "Every change that was tried, and what was not": {
+            "": tried, "Not tried, because time was up; --minutes gives more of it:": verdict["left out"]},
+        "The prediction for fewer updates": {"": course},
+        "What moves the chance to translate most, in points of a hundred, against an average run": {
+            "": verdict["reasons"]},
+    }
+    parts = []
+    for title, groups in sections.items():
+        content = []
+        for lead, items in groups.items():
+            if items:
+                bullets = "".join(f"<li>{escape(item)}</li>" for item in items)
+                content.append(f"<p>{escape(lead)}</p><ul>{bullets}</ul>")
         if content:
             parts.append(folded(title, content))
     return parts
@@ -264,7 +285,8 @@ def _sections(findings: Findings) -> list[tuple[str, str, str, Callable[[Path], 
          "Adam evens out gradients of unequal size, SGD does not.",
          partial(lines, _by_part(gradients.matrices), xlabel="layer", title="Gradient of every matrix")),
     ]
-    if points := list(gradients.places.values()):
+    points = list(gradients.places.values())
+    if points:
         shown = sorted({0, len(points) // 2, len(points) - 1})  # the lowest, the middle and the highest layer
         shown_points = {f"layer {index + 1}": points[index] for index in shown}
         sections.append(("places", "Inside a decoder layer",

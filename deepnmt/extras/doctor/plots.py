@@ -34,11 +34,17 @@ def plot_trial(courses: Mapping[str, Tree], path: Path) -> None:
     figure, row = panels(list(titles.values()), "update of the trial", [""] * len(titles),
                          "What the encoder says, whether the decoder looks, and what it gains", share=False, columns=2)
     for number, (name, trial) in enumerate(courses.items()):
-        lines = {kind: [(point["update"], point[kind]) for point in trial["source"]] for kind in [*titles][:-1]}
-        for axes, points in zip(row, [*lines.values(), [*enumerate(trial["losses"], 1)]], strict=True):
-            finite = [(update, value) for update, value in points if math.isfinite(value)]
-            axes.plot([update for update, _ in finite], [value for _, value in finite], **style(number, len(finite)),
-                      label=fill(name, 60))
+        for axes, kind in zip(row, titles, strict=True):
+            if kind == "loss":
+                points = list(enumerate(trial["losses"], 1))
+            else:
+                points = [(point["update"], point[kind]) for point in trial["source"]]
+            updates, values = [], []
+            for update, value in points:
+                if math.isfinite(value):
+                    updates.append(update)
+                    values.append(value)
+            axes.plot(updates, values, **style(number, len(values)), label=fill(name, 60))
     for axes in row[:2]:
         axes.set_ylim(0, 1.05)
     figure.legend(*row[-1].get_legend_handles_labels(), loc="outside lower center", **LEGEND)
@@ -66,7 +72,10 @@ def _plot_squares(
     from matplotlib.ticker import MaxNLocator
 
     figure, row = panels(list(tables), xlabel, ylabel, title, share=False, columns=2)
-    lowest = min(0.0, *(value for rows in tables.values() for values in rows for value in values))  # a cosine may be
+    lowest = 0.0  # a cosine may be below
+    for rows in tables.values():
+        for values in rows:
+            lowest = min(lowest, *values)
     for axes, rows in zip(row, tables.values(), strict=True):
         square = np.full((len(rows), len(rows)), np.nan)
         for index, values in enumerate(rows):
@@ -91,13 +100,14 @@ def plot_growth(growths: Mapping[str, Mapping[str, Growth]], path: Path, title: 
     for axes, lines in zip(column, growths.values(), strict=True):
         for number, (name, growth) in enumerate(lines.items()):
             look = style(number, len(growth.depths))
-            linear = not growth.linear.r2 < growth.logarithmic.r2
-            fit = growth.linear if linear else growth.logarithmic
+            span = np.linspace(min(growth.depths), max(growth.depths), 100)
+            fit, term, words = growth.linear, span, "N"
+            if growth.linear.r2 < growth.logarithmic.r2:
+                fit, term, words = growth.logarithmic, np.log(span), "log N"
             if math.isfinite(fit.r2):
-                span = np.linspace(min(growth.depths), max(growth.depths), 100)
-                axes.plot(span, fit.slope * (span if linear else np.log(span)) + fit.offset, **style(number))
+                axes.plot(span, fit.slope * term + fit.offset, **style(number))
                 look["linestyle"] = "none"
-                name += f": like {'N' if linear else 'log N'}, R² {fit.r2:.3f}"
+                name += f": like {words}, R² {fit.r2:.3f}"
             axes.plot(growth.depths, growth.changes, **look, label=name)
         axes.set_ylim(0, (1.1 + 0.07 * len(lines)) * axes.get_ylim()[1])  # room for the names
         axes.legend(loc="upper left", **LEGEND)
@@ -118,11 +128,15 @@ def plot_lines(
         xs: the values' positions; 1, 2, … if not given.
     """
     figure, column = panels(list(lines), xlabel, ylabel, title)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(n for group in lines.values() for n in group))}
+    numbers: dict[str, int] = {}  # of each name's style
+    for group in lines.values():
+        for name in group:
+            numbers.setdefault(name, len(numbers))
     for axes, group in zip(column, lines.values(), strict=True):
         for name, values in group.items():
-            axes.plot(xs if xs is not None else range(1, len(values) + 1), [max(value, _FLOOR) for value in values],
-                      **style(numbers[name], len(values)), linewidth=1.2, label=name)
+            positions = range(1, len(values) + 1) if xs is None else xs
+            axes.plot(positions, [max(value, _FLOOR) for value in values], **style(numbers[name], len(values)),
+                      linewidth=1.2, label=name)
         axes.set_yscale("log")
         if bound is not None:
             axes.axhline(bound[0], color=GREY, linestyle=(0, (2, 2)), linewidth=1.2, label=bound[1])
@@ -141,7 +155,8 @@ def mark_decades(row: Sequence[Axes]) -> None:
     missing = max(1.0, math.sqrt(10 * low / high))
     row[0].set_ylim(low / missing, high * missing)
     axis = row[0].yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 200 else (1.0,)))
+    marks = (1.0, 2.0, 5.0) if high / low < 200 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=marks))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -150,9 +165,9 @@ def plot_ranges(ranges: Mapping[str, Tree], path: Path) -> None:
     """Variance of every layer's output, and the largest magnitude in the layer, with the largest number of fp16."""
     groups: dict[str, dict[str, list[float]]] = {}
     for side in ("encoder", "decoder"):
-        own = [record for name, record in ranges.items() if name.startswith(f"{side}.")]
-        groups[side] = {"variance of\nthe output": [record["variance"] for record in own],
-                        "largest\nmagnitude": [record["largest"] for record in own]}
+        layers = [record for name, record in ranges.items() if name.startswith(f"{side}.")]
+        groups[side] = {"variance of\nthe output": [layer["variance"] for layer in layers],
+                        "largest\nmagnitude": [layer["largest"] for layer in layers]}
     plot_lines(groups, path, title="Size of every layer's activations, and the limit of fp16", xlabel="layer",
                ylabel="variance, magnitude", bound=(HALF_MAX, "largest number\nof fp16"))
 
@@ -163,14 +178,18 @@ def plot_half(half: Tree, path: Path) -> None:
     title = f"Gradients that are exactly zero in fp16, at loss scale {half['scale']:g}, and in fp32"
     figure, [axes] = panels([title], "", "share of gradients, %")
     positions = np.arange(len(names))
-    for side, kind, shares, hatch in ((-0.2, "fp16", half["shares"], ""), (0.2, "fp32", half["shares_fp32"], "////")):
-        axes.bar(positions + side, [100 * shares[name] for name in names], 0.4, label=kind, hatch=hatch,
-                 color=COLOURS[0] if kind == "fp16" else "white", edgecolor=COLOURS[0], linewidth=0.6)
+    for side, kind, shares, hatch, colour in ((-0.2, "fp16", half["shares"], "", COLOURS[0]),
+                                              (0.2, "fp32", half["shares_fp32"], "////", "white")):
+        axes.bar(positions + side, [100 * shares[name] for name in names], 0.4, label=kind, hatch=hatch, color=colour,
+                 edgecolor=COLOURS[0], linewidth=0.6)
     axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))  # at least 1 %, so that noise does not fill the picture
     shown = range(0, len(names), max(1, len(names) // 12))
     labels = []
-    for side, layers, index in (names[position].partition(".layers.") for position in shown):
-        labels.append(f"{side} {int(index) + 1}" if layers else side)  # layers are counted from 1 in all pictures
+    for position in shown:
+        label, layers, index = names[position].partition(".layers.")
+        if layers:
+            label += f" {int(index) + 1}"  # layers are counted from 1 in all pictures
+        labels.append(label)
     axes.set_xticks(list(shown), labels, rotation=45, ha="right")
     figure.legend(loc="outside lower center", ncols=2, **LEGEND)
     save(figure, path)
@@ -186,12 +205,13 @@ def plot_displacements(pairs: Sequence[Tree], path: Path) -> None:
                             "How unequal the gradients and changes of the attention matrices are")
     colours = dict(zip(("q", "k", "v", "out"), COLOURS, strict=False))
     dashes = dict(zip(("encoder self_attn", "decoder self_attn", "decoder cross_attn"), DASHES, strict=False))
+    updates = [pair["update"] for pair in pairs]
+    marker = "." if len(pairs) < 3 else None
     for axes, kind in zip(column, titles, strict=True):
         for name in pairs[0][kind]:
             side, _, _, attention, matrix = name.split(".")
-            axes.plot([pair["update"] for pair in pairs], [max(pair[kind][name], _FLOOR) for pair in pairs],
-                      color=colours[matrix], linestyle=dashes[f"{side} {attention}"], alpha=0.6, linewidth=1,
-                      marker="." if len(pairs) < 3 else None)
+            axes.plot(updates, [max(pair[kind][name], _FLOOR) for pair in pairs], color=colours[matrix],
+                      linestyle=dashes[f"{side} {attention}"], alpha=0.6, linewidth=1, marker=marker)
         axes.set_yscale("log")
     mark_decades(column)
     for matrix, colour in colours.items():
@@ -209,9 +229,12 @@ def plot_coordinates(values: Tree, sizes: Mapping[str, Sequence[int]], path: Pat
         values: by axis, rule, kind and quantity; see `coordinates.check_coordinates`.
         sizes: the points of each axis.
     """
-    shown = [(axis, rule) for axis in values for rule in values[axis]]
-    figure, row = panels([f"{axis}, {'with' if rule == 'carried' else 'without'} tuned_at" for axis, rule in shown],
-                         "width or layers of a stack", "change, smallest model = 1",
+    shown, titles = [], []
+    for axis in values:
+        for rule in values[axis]:
+            shown.append((axis, rule))
+            titles.append(f"{axis}, with tuned_at" if rule == "carried" else f"{axis}, without tuned_at")
+    figure, row = panels(titles, "width or layers of a stack", "change, smallest model = 1",
                          "Change of each quantity after the updates", columns=2)
     for axes, (axis, rule) in zip(row, shown, strict=True):
         for number, (name, line) in enumerate(values[axis][rule]["change"].items()):

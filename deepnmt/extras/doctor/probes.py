@@ -132,7 +132,10 @@ def layers_of(model: Transformer, side: Side) -> list[nn.Module]:
 
 def sublayers(model: Transformer, side: Side) -> list[str]:
     """The names of a stack's sub-layers from the bottom, as in `decoder.layers.3.cross_attn`."""
-    return [f"{side}.layers.{index}.{part}" for index in range(len(layers_of(model, side))) for part in SUBLAYERS[side]]
+    names = []
+    for index in range(len(layers_of(model, side))):
+        names += [f"{side}.layers.{index}.{part}" for part in SUBLAYERS[side]]
+    return names
 
 
 def real_positions(batch: Batch) -> dict[Side, Tensor]:
@@ -150,12 +153,16 @@ def outputs_of(model: Transformer, batch: Batch, layers: bool = False) -> dict[S
     inside: dict[Side, list[Tensor]] = {side: [] for side in SIDES}
     with hooks() as handles:
         for side in SIDES:
-            for layer in layers_of(model, side) if layers else []:
-                handles.append(layer.register_forward_hook(lambda layer, _i, output, side=side: inside[side].append(
-                    block_of(layer).value(output)[real[side]])))
+            def layer_done(layer: nn.Module, _inputs: Any, output: Stream, side: Side = side) -> None:
+                inside[side].append(block_of(layer).value(output)[real[side]])
+
+            if layers:
+                handles += [layer.register_forward_hook(layer_done) for layer in layers_of(model, side)]
         memory = model.encode(src, lengths, batch.key)
         hidden = model.decode(trg_in, memory, lengths, batch.key)
-    return inside if layers else {"encoder": [memory[real["encoder"]]], "decoder": [hidden[real["decoder"]]]}
+    if layers:
+        return inside
+    return {"encoder": [memory[real["encoder"]]], "decoder": [hidden[real["decoder"]]]}
 
 
 def mean_loss(model: Transformer, batch: Batch) -> Tensor:

@@ -44,8 +44,11 @@ class TrainingProbe:
         self.keys: list[str] = []  # of all sums of the whole model, in one order for all processes
         for side in model.sides:
             first = LayerPosition.of(model, side, 0)
-            kinds = ["elements", "squares", "branch", *(["norm"] if first.block.layer_norms else [])]
-            for name in (f"{side}.layers.{index}" for index in range(model.stack(side).layers)):
+            kinds = ["elements", "squares", "branch"]
+            if first.block.layer_norms:
+                kinds.append("norm")
+            for index in range(model.stack(side).layers):
+                name = f"{side}.layers.{index}"
                 self.parts[name] = [f"{name}.{part}" for part in first.parts]
                 self.keys += [f"{name} {kind}" for kind in (*_OUTPUT, "gradient")]
                 self.keys += [f"{part} {kind}" for part in self.parts[name] for kind in kinds]
@@ -63,26 +66,32 @@ class TrainingProbe:
         """If `enabled`, collects sums and maxima over the layers' outputs and gradients while the context is open,
         without waiting for the device."""
         self._sums, self._largest = {}, {}
+        if not enabled:
+            yield
+            return
         with hooks() as handles:
-            for name, layer in (self.layers if enabled else {}).items():
+            for name, layer in self.layers.items():
                 handles.append(layer.register_forward_hook(
-                    lambda layer, given, output, name=name: self._layer_done(name, layer, given[0], output)))
+                    lambda layer, inputs, output, name=name: self._layer_done(name, layer, inputs[0], output)))
                 norms = norms_of(layer)
                 for index, part in enumerate(self.parts[name]):
                     handles.append(layer.get_submodule(f"rule.adds.{index}").register_forward_hook(
                         lambda _m, _i, output, name=name, part=part: self._branch_done(name, part, output)))
                     if f"{part} norm" in self.keys:
                         handles.append(norms[index].register_forward_hook(
-                            lambda _m, given, output, name=name, part=part: self._norm_done(
-                                name, part, given[0], output)))
+                            lambda _m, inputs, output, name=name, part=part: self._norm_done(
+                                name, part, inputs[0], output)))
             yield
 
-    def _layer_done(self, name: str, layer: nn.Module, given: Stream, stream: Stream) -> Stream:
+    def _layer_done(self, name: str, layer: nn.Module, below: Stream, stream: Stream) -> Stream:
         output, stream = value_in(layer, stream)
-        x, below = output.detach().float(), block_of(layer).value(given).detach().float()
-        cosines = F.cosine_similarity(x, below, dim=-1)
-        for kind, value in zip(_OUTPUT, (_count(x), x.sum(), _squares(x), _count(cosines), cosines.sum()), strict=True):
-            self._add(f"{name} {kind}", value)
+        x = output.detach().float()
+        cosines = F.cosine_similarity(x, block_of(layer).value(below).detach().float(), dim=-1)
+        self._add(f"{name} elements", _count(x))
+        self._add(f"{name} sum", x.sum())
+        self._add(f"{name} squares", _squares(x))
+        self._add(f"{name} positions", _count(cosines))
+        self._add(f"{name} cosines", cosines.sum())
         self._raise_largest(f"{name}/output_largest", x)
         self._add_gradient(f"{name} gradient", output)
         return stream
@@ -93,12 +102,14 @@ class TrainingProbe:
         self._raise_largest(f"{name}/inside_largest", branch)
         self._add_gradient(f"{part} branch", branch)
 
-    def _norm_done(self, name: str, part: str, given: Tensor, output: Tensor) -> None:
-        self._raise_largest(f"{name}/inside_largest", given)
+    def _norm_done(self, name: str, part: str, x: Tensor, output: Tensor) -> None:
+        self._raise_largest(f"{name}/inside_largest", x)
         self._add_gradient(f"{part} norm", output)
 
     def _add(self, key: str, value: Tensor) -> None:
-        self._sums[key] = self._sums[key] + value if key in self._sums else value
+        if key in self._sums:
+            value = self._sums[key] + value
+        self._sums[key] = value
 
     def _add_gradient(self, key: str, tensor: Tensor) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -106,7 +117,9 @@ class TrainingProbe:
 
     def _raise_largest(self, key: str, tensor: Tensor) -> None:
         top = torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32)
-        self._largest[key] = torch.maximum(self._largest[key], top) if key in self._largest else top
+        if key in self._largest:
+            top = torch.maximum(self._largest[key], top)
+        self._largest[key] = top
 
     def read(self, loss_scale: float, combine: Combine = list, largest: Combine = list) -> dict[str, float]:
         """The measurements of the probed update by layer and sub-layer; padding counts, too.
@@ -128,18 +141,21 @@ class TrainingProbe:
         values = dict(zip(tops, largest(_values(self._largest, tops)), strict=True))
         self._sums, self._largest = {}, {}
         for name, parts in self.parts.items():
-            count, total, squares, positions, cosines = (sums[f"{name} {kind}"] for kind in _OUTPUT)
+            count = sums[f"{name} elements"] or 1.0  # without elements all sums are 0
+            square = sums[f"{name} squares"] / count
+            mean = sums[f"{name} sum"] / count
             values |= {
-                f"{name}/output_rms": math.sqrt(squares / count) if count else 0.0,
-                f"{name}/output_variance": squares / count - (total / count) ** 2 if count else 0.0,
-                f"{name}/cosine_below": cosines / positions if positions else 0.0,
+                f"{name}/output_rms": math.sqrt(square),
+                f"{name}/output_variance": square - mean**2,
+                f"{name}/cosine_below": sums[f"{name} cosines"] / (sums[f"{name} positions"] or 1.0),
                 f"{name}/gradient_norm": math.sqrt(sums[f"{name} gradient"]) / loss_scale,
             }
             for part in parts:
-                count, squares = sums[f"{part} elements"], sums[f"{part} squares"]
-                values[f"{part}/branch_rms"] = math.sqrt(squares / count) if count else 0.0
-                values |= {f"{part}/{kind}_gradient": math.sqrt(sums[f"{part} {kind}"]) / loss_scale
-                           for kind in ("branch", "norm") if f"{part} {kind}" in sums}
+                count = sums[f"{part} elements"] or 1.0
+                values[f"{part}/branch_rms"] = math.sqrt(sums[f"{part} squares"] / count)
+                for kind in ("branch", "norm"):
+                    if f"{part} {kind}" in sums:
+                        values[f"{part}/{kind}_gradient"] = math.sqrt(sums[f"{part} {kind}"]) / loss_scale
         return values
 
 
@@ -148,19 +164,24 @@ def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
     measurements, at all others None. The function is collective."""
     probe = TrainingProbe(engine.module, recipe.model, recipe.train.probe_every)
 
+    def read(stats: StepStats) -> dict[str, float]:
+        factor = stats.loss_scale * engine.data_world  # engines multiply the loss by it
+        return probe.read(factor, ranks.sum, ranks.max)
+
     @contextmanager
     def around(number: int) -> Iterator[Callable[[StepStats], dict[str, float]] | None]:
-        with probe.watching(due := probe.due(number)):
-            # engines multiply the loss by this product
-            yield (lambda stats: probe.read(stats.loss_scale * engine.data_world, ranks.sum, ranks.max)) if due \
-                else None
+        due = probe.due(number)
+        with probe.watching(due):
+            yield read if due else None
 
     return around
 
 
 def _values(tensors: dict[str, Tensor], keys: list[str]) -> list[float]:
     """The values in the order of the keys, 0 for missing ones; fetched from the device in one transfer."""
-    fetched = dict(zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True)) if tensors else {}
+    fetched: dict[str, float] = {}
+    if tensors:
+        fetched = dict(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
     return [fetched.get(key, 0.0) for key in keys]
 
 

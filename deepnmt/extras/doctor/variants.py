@@ -35,8 +35,9 @@ def fresh_model(
     profiled on the batches first, as `admin` says."""
     if model.profiled and profile is None:
         profile = measure(model, src_vocab, trg_vocab, seed, batches, settings=admin)
-    built = new_model(model, src_vocab, trg_vocab, seed, label_smoothing, profile.omega if profile else None)
-    return built.to(batches[0].device if batches else torch.device("cpu"))
+    omega = profile.omega if profile else None
+    device = batches[0].device if batches else torch.device("cpu")
+    return new_model(model, src_vocab, trg_vocab, seed, label_smoothing, omega).to(device)
 
 
 def initialisation(block: str, init: str) -> str:
@@ -44,7 +45,9 @@ def initialisation(block: str, init: str) -> str:
     `fairseq`."""
     if init == "auto" or (init == "published" and not facts_of(block).published):
         return "depth_scaled" if BLOCKS[block].depth_scaled else "xavier"
-    return "xavier" if init == "xavier_separate" and not BLOCKS[block].fused_qkv else init
+    if init == "xavier_separate" and not BLOCKS[block].fused_qkv:
+        return "xavier"
+    return init
 
 
 def alternatives(recipe: Recipe) -> dict[str, Recipe]:
@@ -52,16 +55,28 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     encoders: docs/guide/when_a_run_fails.md); the keys are the settings as on the command line."""
     model, optimizer = recipe.model, recipe.optimizer
     stacks = (model.encoder, model.decoder)
-    # A profile file fits only the model it was measured on.
-    remeasured = {} if recipe.admin.profile is None else {"admin.profile": None}
+    remeasured: dict[str, Any] = {}
+    if recipe.admin.profile is not None:  # a profile file fits only the model it was measured on
+        remeasured["admin.profile"] = None
 
     def with_blocks(blocks: Iterable[str]) -> list[dict[str, Any]]:
-        return [{f"model.{side}.{name}": value for side in SIDES
-                 for name, value in model.stack(side).changes_for(block).items()} | remeasured
-                for block in blocks if any(stack.block != block for stack in stacks)]
+        changes = []
+        for block in blocks:
+            if model.encoder.block == block and model.decoder.block == block:
+                continue
+            settings: dict[str, Any] = {}
+            for side in SIDES:
+                for name, value in model.stack(side).changes_for(block).items():
+                    settings[f"model.{side}.{name}"] = value
+            changes.append(settings | remeasured)
+        return changes
 
-    slow = [{"optimizer.lr_factors": optimizer.lr_factors | {
-        part: factor * optimizer.lr_factors.get(part, 1.0) for part, factor in factors.items()}} for factors in _SLOW]
+    slow = []
+    for factors in _SLOW:
+        lr_factors = dict(optimizer.lr_factors)
+        for part, factor in factors.items():
+            lr_factors[part] = factor * lr_factors.get(part, 1.0)
+        slow.append({"optimizer.lr_factors": lr_factors})
     lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]
     early = with_blocks(choices.BLOCKS.where(lambda block: block.learns_early))
     # An encoder without norms keeps its tokens apart by itself, but for the rate.
@@ -75,12 +90,20 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
         tried.append({f"model.{side}.init": "depth_scaled" for side in SIDES} | remeasured)
     tried += with_blocks(choices.BLOCKS.where(lambda block: block.made_for_depth and not block.learns_early))
     tried += [{"optimizer.lr": optimizer.lr * factor} for factor in _HIGHER]
-    return {shlex.join(f"{name}={_format(value)}" for name, value in settings.items()): with_settings(recipe, settings)
-            for settings in tried}
+    variants = {}
+    for settings in tried:
+        words = shlex.join(f"{name}={_format(value)}" for name, value in settings.items())
+        variants[words] = with_settings(recipe, settings)
+    return variants
 
 
 def _format(value: Any) -> str:
     """A value as written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, float):
+        return f"{value:.3g}"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_format(each)}' for key, each in value.items())}}}"
-    return "null" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        items = ", ".join(f"{key}: {_format(each)}" for key, each in value.items())
+        return f"{{{items}}}"
+    return str(value)

@@ -91,7 +91,9 @@ def expected_rank(probabilities: Mapping[Any, float]) -> float:
 
 def _shown(value: object) -> str:
     """A setting's value, as in a recipe."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict, bool, type(None))) else str(value)
+    if isinstance(value, (list, dict, bool, type(None))):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 # -- the trial ---------------------------------------------------------------------------------------------------------
@@ -133,9 +135,13 @@ def run_trial(
     The rate is the peak after a warm-up of the recipe's length, but of at most half the trial.
     """
     engine = LocalEngine(model, recipe, device)
-    train, valid = data.split("train"), data.split("valid").truncated(recipe.model.max_length)
+    train = data.split("train")
+    valid = data.split("valid").truncated(recipe.model.max_length)
     stream = training_stream(recipe, data)
-    rates, losses, norms, source = trial_rates(recipe), [], [], []
+    rates = trial_rates(recipe)
+    losses: list[float] = []
+    norms: list[float] = []
+    source: list[dict[str, float]] = []
     alone = Ranks.alone(device)
 
     def look(number: int) -> None:
@@ -178,17 +184,26 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
         data_world: data-parallel ranks whose micro-batches go into one update.
     """
     tokens = recipe.batch.update_tokens or trial.micro_batch * recipe.batch.entries(data_world)  # of an update
-    rates = sum(learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates,
-                              (number - 1) * tokens / trial.epoch) for number in range(1, updates + 1))
+    rates = 0.0
+    for number in range(1, updates + 1):
+        passes = (number - 1) * tokens / trial.epoch
+        rates += learning_rate(recipe.optimizer.lr, recipe.schedule, number, recipe.train.updates, passes)
     norms, losses = trial.norms[-_END:], trial.losses[-_END - 1:]
     finite = math.isfinite(trial.own + trial.shuffled + sum(trial.losses) + sum(norms))
-    gain = trial.shuffled - trial.own if finite else 0.0
-    use = trial.source[-1] if trial.source else {}
+    drop, norm, step, gain = _LEAST_DROP, 10.0, 1.0, 0.0  # what a divergence counts as
+    if finite:
+        drop = trial.frequencies - trial.own
+        norm = fmean(norms)
+        step = fmean(abs(after - before) for before, after in pairwise(losses))
+        gain = trial.shuffled - trial.own
+    source = dict.fromkeys(_SOURCE.values(), _NOT_MEASURED)
+    if trial.source:
+        source |= trial.source[-1]
     return {
-        "trial_loss": _drop(trial.frequencies - trial.own) if finite else _LEAST_DROP,
-        "trial_norm": math.log10(max(fmean(norms), 1e-3)) if finite else 1.0,
-        "uneven": math.log10(max(fmean(abs(b - a) for a, b in pairwise(losses)), 1e-3)) if finite else 0.0,
-        "trial_gain": math.log10(_gain(gain)),
+        "trial_loss": min(max(drop, _LEAST_DROP), _MOST_DROP),
+        "trial_norm": math.log10(max(norm, 1e-3)),
+        "uneven": math.log10(max(step, 1e-3)),
+        "trial_gain": math.log10(min(max(gain, _LEAST_GAIN), _MOST_GAIN)),
         "below": float(finite and trial.own < trial.frequencies),
         "blind": float(gain < _NO_GAIN),
         "rate": math.log10(recipe.optimizer.lr),
@@ -200,21 +215,13 @@ def features(trial: Trial, recipe: Recipe, updates: int, data_world: int = 1) ->
         "layers": math.log10(recipe.model.encoder.layers + recipe.model.decoder.layers),
         "batch": math.log10(tokens),
         "seen": math.log10(updates * tokens),
-        **{name: _share(use.get(figure, _NOT_MEASURED)) for name, figure in _SOURCE.items()},
+        **{name: _share(source[figure]) for name, figure in _SOURCE.items()},
     }
 
 
 def _share(value: float) -> float:
     """A share; 1, as of a collapsed model, where it is not a number."""
     return value if math.isfinite(value) else 1.0
-
-
-def _drop(value: float) -> float:
-    return min(max(value, _LEAST_DROP), _MOST_DROP)
-
-
-def _gain(value: float) -> float:
-    return min(max(value, _LEAST_GAIN), _MOST_GAIN)
 
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
@@ -259,10 +266,12 @@ Tree = list[Node]  # the first is the root
 
 def path(tree: Tree, values: Mapping[str, float]) -> list[Node]:
     """The nodes from the root to the leaf that the features lead to."""
-    nodes = [tree[0]]
-    while (feature := nodes[-1].feature) is not None:
-        below = values[feature] <= nodes[-1].threshold
-        nodes.append(tree[nodes[-1].low if below else nodes[-1].high])
+    node = tree[0]
+    nodes = [node]
+    while node.feature is not None:
+        below = values[node.feature] <= node.threshold
+        node = tree[node.low if below else node.high]
+        nodes.append(node)
     return nodes
 
 
@@ -288,17 +297,24 @@ class VerdictRule:
         clipped = self._clipped(values)
         leaves = [path(tree, clipped)[-1].shares for tree in self.trees]
         raised = [fmean(shares) ** self.power for shares in zip(*leaves, strict=True)]
-        return {outcome: _FLOOR + (1 - len(OUTCOMES) * _FLOOR) * value / sum(raised)
-                for outcome, value in zip(OUTCOMES, raised, strict=True)}
+        rest = 1 - len(OUTCOMES) * _FLOOR
+        return {outcome: _FLOOR + rest * value / sum(raised) for outcome, value in zip(OUTCOMES, raised, strict=True)}
 
     def judge(self, values: Mapping[str, float]) -> Verdict:
         """The verdict with its reasons."""
-        probabilities, moves = self.probabilities(values), self.contributions(values)
-        reasons = [f"{FEATURES[name]} of {format_value(name, values[name])}: {100 * moves[name]:+.0f} points"
-                   for name in sorted(moves, key=lambda name: -abs(moves[name])) if abs(moves[name]) >= 0.02]
-        outside = [f"{FEATURES[name]} is {format_value(name, values[name])}; the runs had {format_value(name, low)} to "
-                   f"{format_value(name, high)}, and the nearest of these is taken"
-                   for name, (low, high) in self.spans.items() if not low - 1e-9 <= values[name] <= high + 1e-9]
+        probabilities = self.probabilities(values)
+        moves = self.contributions(values)
+        reasons = []
+        for name in sorted(moves, key=lambda name: -abs(moves[name])):
+            if abs(moves[name]) >= 0.02:
+                reasons.append(f"{FEATURES[name]} of {format_value(name, values[name])}: {100 * moves[name]:+.0f} "
+                               "points")
+        outside = []
+        for name, (low, high) in self.spans.items():
+            if not low - 1e-9 <= values[name] <= high + 1e-9:
+                outside.append(f"{FEATURES[name]} is {format_value(name, values[name])}; the runs had "
+                               f"{format_value(name, low)} to {format_value(name, high)}, and the nearest of these is "
+                               "taken")
         return Verdict(max(OUTCOMES, key=probabilities.__getitem__), probabilities, reasons, outside)
 
     def contributions(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -308,14 +324,18 @@ class VerdictRule:
         moves: dict[str, float] = {}
         for tree in self.trees:
             for node, following in pairwise(path(tree, clipped)):
+                assert node.feature is not None  # only the last node of a path is a leaf
                 step = following.shares[-1] - node.shares[-1]
-                moves[node.feature or ""] = moves.get(node.feature or "", 0.0) + step / len(self.trees)
+                moves[node.feature] = moves.get(node.feature, 0.0) + step / len(self.trees)
         return moves
 
     def reaches(self, values: Mapping[str, float]) -> bool:
         """Whether the runs had as many updates and as large a budget as these features, or more. A longer training is
         judged as the longest of theirs, so nothing is known of what it adds."""
-        return all(values[name] <= self.spans[name][1] + 1e-9 for name in ("updates", "budget") if name in self.spans)
+        for name in ("updates", "budget"):
+            if name in self.spans and values[name] > self.spans[name][1] + 1e-9:
+                return False
+        return True
 
     def unseen(self, recipe: Recipe, precision: Precision = "fp32") -> list[str]:
         """What a recipe has that none of the runs had, in words: blocks, initialisation, optimizer, schedule, some
@@ -323,20 +343,22 @@ class VerdictRule:
         seen, unseen = self.facts.get("seen", {}), []
         for side in ("encoder", "decoder"):
             stack = recipe.model.stack(side)
+            init = initialisation(stack.block, stack.init)
+            inits = seen.get("inits", {}).get(stack.block, [init])
             if stack.block not in seen.get("blocks", [stack.block]):
                 unseen.append(f"no run had the {side} block {stack.block}")
-            elif (init := initialisation(stack.block, stack.init)) not in seen.get("inits", {}).get(
-                    stack.block, [init]):
+            elif init not in inits:
                 unseen.append(f"the {side}'s initialisation is {init}; runs with {stack.block} had "
-                              f"{' or '.join(seen['inits'][stack.block])}")
+                              f"{' or '.join(inits)}")
         for setting in Recipe.marked(Fact.SEEN):
             value = attrgetter(setting)(recipe)
             if setting in seen and value not in seen[setting]:
                 unseen.append(f"{setting} is {_shown(value)}; the runs had {' or '.join(map(_shown, seen[setting]))}")
-        encoder, decoder = (recipe.model.shape(side) for side in ("encoder", "decoder"))
+        encoder, decoder = recipe.model.shape("encoder"), recipe.model.shape("decoder")
         if encoder != decoder and seen:
             unseen.append("encoder and decoder differ in width, heads or ffn; those of the runs did not")
-        if (width := max(encoder.width, decoder.width)) > max(seen.get("width", [width])):
+        width = max(encoder.width, decoder.width)
+        if width > max(seen.get("width", [width])):
             unseen.append(f"model.width is {width}; the runs had up to {max(seen['width'])}")
         if precision not in seen.get("precisions", [precision]):
             unseen.append(f"the precision is {precision}; the runs had {' or '.join(seen['precisions'])}")
@@ -348,14 +370,22 @@ class VerdictRule:
 
     def save(self, file: Path) -> None:
         """Writes JSON. Raises `UserError` if it cannot."""
-        trees = [[[node.shares, *([node.feature, node.threshold, node.low, node.high] if node.feature else [])]
-                  for node in tree] for tree in self.trees]
+        trees = []
+        for tree in self.trees:
+            nodes: list[list[Any]] = []
+            for node in tree:
+                nodes.append([node.shares])
+                if node.feature:
+                    nodes[-1] += [node.feature, node.threshold, node.low, node.high]
+            trees.append(nodes)
         content = {"format": _FORMAT, "version": _VERSION, "facts": self.facts, "spans": self.spans,
                    "power": self.power, "trees": trees}
         try:
             file.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")) + "\n", encoding="utf-8")
         except OSError as error:
-            way = "remove --ship" if file == SHIPPED else "put the runs into a folder that you can write to"
+            way = "put the runs into a folder that you can write to"
+            if file == SHIPPED:
+                way = "remove --ship"
             raise UserError(f"verdict rule {file} cannot be written ({error.strerror}); {way}") from None
 
     @classmethod
@@ -371,13 +401,17 @@ class VerdictRule:
                 raise KeyError
             trees = [[Node(*node) for node in tree] for tree in content.pop("trees")]
             rule = cls(trees, **content)
-            used = {node.feature for tree in trees for node in tree if node.feature is not None}
-            if used - rule.spans.keys() or not all(trees):
+            features = rule.spans.keys()
+            if not all(trees):
                 raise KeyError
             for tree in trees:
                 for number, node in enumerate(tree):
-                    inside = node.feature is None or (number < node.low < len(tree) and number < node.high < len(tree))
-                    if len(node.shares) != len(OUTCOMES) or not inside:
+                    if len(node.shares) != len(OUTCOMES):
+                        raise KeyError
+                    if node.feature is None:
+                        continue
+                    inside = number < node.low < len(tree) and number < node.high < len(tree)
+                    if not inside or node.feature not in features:
                         raise KeyError
         except OSError as error:
             raise UserError(f"verdict rule {file} cannot be read ({error.strerror}); fit one with "
@@ -385,7 +419,8 @@ class VerdictRule:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError(f"{file} is not a verdict rule of version {_VERSION}; fit one with python -m studies "
                             "verdict-runs fit") from None
-        if unknown := [name for name in rule.spans if name not in FEATURES]:
+        unknown = [name for name in rule.spans if name not in FEATURES]
+        if unknown:
             raise UserError(f"{file} has unknown features: {', '.join(unknown)}; known: {', '.join(FEATURES)}; fit a "
                             "new rule with python -m studies verdict-runs fit")
         return rule
