@@ -16,7 +16,7 @@ from deepnmt.config.load import override, with_settings
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import write_text
-from deepnmt.tasks.language_model.text import open_text, prepare_text
+from deepnmt.tasks.language_model.text import PreparedText
 from deepnmt.training.plan import count_parameters, micro_batches
 from deepnmt.training.task import find_task, prepare
 from studies.long_runs import Plan, report, run_plan
@@ -77,7 +77,7 @@ def decoder_only(recipe: Recipe, output: Path, settings: list[str]) -> Recipe:
     for assignment in settings:
         override(tree, assignment)
     made = check_recipe(tree, "the decoder-only recipe")
-    prepare_text(made)
+    PreparedText.prepare(made)
     ratio = _updates_of_a_pass(made) / _updates_of_a_pass(recipe)
     scaled = ("train.updates", "train.save_every", "train.validate_every", "schedule.warmup")
     named = {assignment.partition("=")[0] for assignment in settings}
@@ -123,7 +123,7 @@ def study(recipe: Recipe, output: Path, seeds: list[int], settings: list[str], s
 
 def _equal(two: Recipe, one: Recipe) -> str:
     """A sentence about the models' sizes and what they read. Raises `UserError` if they are not equal."""
-    pairs, text = open_prepared(two), open_text(one)
+    pairs, text = open_prepared(two), PreparedText.open(one)
     size = text.vocab.size
     sizes = [count_parameters(recipe.model, size, size) for recipe in (two, one)]
     train = pairs.train

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.batching import START, plan_eval
+from deepnmt.data.examples import ExampleStream
 from deepnmt.files import drop_partial_line, markdown_table
 from deepnmt.model.loss import LossSums
 from deepnmt.optim.schedules import learning_rate
@@ -28,7 +29,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import figures
-from deepnmt.tasks.language_model.text import BlockStream, PreparedText, blocks_of, open_text, prepare_text
+from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.tokens import PAD
 from studies.plots import Panel, plot_study
 
@@ -79,7 +80,7 @@ def recipe_of(folder: Path, train: str, valid: str, system: str, layers: int, se
 
 
 def _batches(recipe: Recipe, data: PreparedText) -> Iterator[Batch]:
-    stream = BlockStream(blocks_of(recipe, data, "train"), recipe.batch.tokens, recipe.seed)
+    stream = ExampleStream(blocks_of(recipe, data, "train"), recipe.batch.tokens, recipe.seed)
     position = START
     while True:
         update = stream.update(position, 1, 0, 1, torch.device("cpu"))
@@ -89,7 +90,7 @@ def _batches(recipe: Recipe, data: PreparedText) -> Iterator[Batch]:
 
 def measure(recipe: Recipe, system: str) -> dict[str, Any]:
     """Trains one model; returns its curve, and its figures on the validation text."""
-    data = open_text(recipe)
+    data = PreparedText.open(recipe)
     batches, size, began = _batches(recipe, data), data.vocab.size, time.process_time()
     step, losses = (_plain if system == PLAIN else _ours)(recipe, size)
     every = max(1, recipe.train.updates // POINTS)
@@ -172,7 +173,7 @@ def study(train: str, valid: str, output: Path, updates: int, seeds: int, depths
                     continue
                 if time.monotonic() - began > seconds:
                     return _table(output)
-                prepare_text(recipe)
+                PreparedText.prepare(recipe)
                 with output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(measure(recipe, system)) + "\n")
     return _table(output)

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -195,7 +194,7 @@ def _hashes(entries: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def write_vocabulary(recipe: Recipe, folder: Path, lines: Iterable[str], tags: Sequence[str] = ()) -> Vocabulary:
-    """Writes the vocabulary that `vocab.model` names, or one that is trained on these lines, into a folder.
+    """Writes the vocabulary that `vocab.model` names, or one that is trained on all these lines, into a folder.
 
     Raises:
         UserError: see `given_vocabularies` and `train_vocabulary`.
@@ -204,7 +203,7 @@ def write_vocabulary(recipe: Recipe, folder: Path, lines: Iterable[str], tags: S
         vocab = Vocabulary(given_vocabularies(recipe.vocab, tags)[0])
     else:
         print_status(f"training the vocabulary of {recipe.vocab.size} {recipe.vocab.kind} pieces")
-        vocab = Vocabulary(train_vocabulary(islice(lines, recipe.vocab.max_sentences), recipe.vocab, tags))
+        vocab = Vocabulary(train_vocabulary(lines, recipe.vocab, tags))
     for name, content in vocab.files.items():
         (folder / name).write_bytes(content)
     return vocab

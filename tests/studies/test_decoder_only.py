@@ -11,7 +11,7 @@ from refusals import Refused
 from deepnmt.cli import main as deepnmt
 from deepnmt.config import Model, load_recipe
 from deepnmt.data.prepared import PreparedData
-from deepnmt.tasks.language_model.text import open_text
+from deepnmt.tasks.language_model.text import PreparedText
 from deepnmt.training.plan import count_parameters
 from studies.__main__ import main
 from studies.decoder_only import CLOSE, equal_model
@@ -43,7 +43,7 @@ def test_the_models_read_the_same_and_every_run_is_a_line(
     assert [record["arm"] for record in records] == arms and [line.split(" | ")[0] for line in table[-3:]] == [
         f"| {arm}" for arm in arms]
     two, one = (load_recipe(tmp_path / "runs" / f"{arm}_3") for arm in arms[:2])
-    pairs, text = PreparedData.open(two.data.folder), open_text(one)
+    pairs, text = PreparedData.open(two.data.folder), PreparedText.open(one)
     assert pairs.vocabs()[1].fingerprint == text.vocab.fingerprint
     for split in ("train", "valid"):
         both = pairs.split(split)

@@ -50,7 +50,7 @@ TABLE: dict[Hardware, tuple[Choice, ...]] = {
 def _parts(text: str, apart: bool) -> Iterator[list[str]]:
     """The documents of a text, or runs of its lines."""
     part: list[str] = []
-    for line in read_documents([text], apart):
+    for line in read_documents([Path(text)], apart):
         if line.text is not None:
             part.append(line.text)
         if line.text is None or (not apart and len(part) == _PART):
@@ -73,7 +73,7 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     for path in (file, folder):
         if path.exists():
             raise UserError(f"{path} exists already; give the recipe another name, or remove it")
-    lines = [line.text for line in read_documents([text], False)]
+    lines = [line.text for line in read_documents([Path(text)], False)]
     if len(lines) < _LEAST:
         raise UserError(f"{text} has {len(lines)} lines, from which nothing can be held out; give {_LEAST} or more")
     apart = 0 < sum(not line for line in lines) < len(lines) / 2 and bool(lines[0])

@@ -19,7 +19,7 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tasks.language_model.model import Loaded, continue_text, load, score_stream
 from deepnmt.tasks.language_model.task import figures
-from deepnmt.tasks.language_model.text import open_text, texts_of
+from deepnmt.tasks.language_model.text import PreparedText, texts_of
 from deepnmt.tokens import EOS
 
 
@@ -36,7 +36,7 @@ def evaluate_run(
     Raises:
         UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model.
     """
-    data, window = open_text(recipe, texts=False), texts_of(recipe).block
+    data, window = PreparedText.open(recipe, texts=False), texts_of(recipe).block
     limit = recipe.model.max_length
     if not 0 <= context < window <= limit:
         raise UserError(f"--context is {context} and data.block {window}; the context must be 0 or more and below "

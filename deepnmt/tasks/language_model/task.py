@@ -9,12 +9,13 @@ from typing import Any
 
 from deepnmt.config import Recipe
 from deepnmt.data.batching import plan_eval
+from deepnmt.data.examples import ExampleStream
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
-from deepnmt.tasks.language_model.text import BlockStream, PreparedText, blocks_of, open_text, prepare_text
+from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins, trained_weights
 from deepnmt.training.plan import check_memory, micro_batches, plan_of
 from deepnmt.training.profile import first_of, profile_on, save_profile
@@ -22,8 +23,9 @@ from deepnmt.training.task import Task, Validation, perplexity
 from deepnmt.training.validation import sum_losses
 
 
-def _stream(recipe: Recipe, data: PreparedText) -> BlockStream:
-    return BlockStream(blocks_of(recipe, data, "train"), recipe.batch.tokens, recipe.seed, recipe.batch.update_tokens)
+def _stream(recipe: Recipe, data: PreparedText) -> ExampleStream:
+    batch = recipe.batch
+    return ExampleStream(blocks_of(recipe, data, "train"), batch.tokens, recipe.seed, update_tokens=batch.update_tokens)
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedText, ranks: Ranks, initialise: bool) -> Engine:
@@ -66,7 +68,7 @@ def _plan(recipe: Recipe, card: str | None) -> str:
     size, epoch, begin = recipe.vocab.size, "not prepared yet", None
     folder = Path(recipe.data.folder)
     if folder.is_dir() and any(folder.iterdir()):
-        data = open_text(recipe)
+        data = PreparedText.open(recipe)
         size = data.vocab.size
         stream = _stream(recipe, data)
         epoch = f"{stream.epoch_size(0) / micro_batches(recipe):.1f} (padding {100 * stream.waste(0):.1f} %)"
@@ -83,5 +85,6 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 
 TASK = Task(
-    check=check_parts, open=open_text, verify=PreparedText.verify, stream=_stream, start=_start, validate=validate,
-    files=lambda data: data.vocab.files, prepare=prepare_text, plan=_plan, describe=_describe)
+    check=check_parts, open=PreparedText.open, verify=PreparedText.verify, stream=_stream, start=_start,
+    validate=validate, files=lambda data: data.vocab.files, prepare=PreparedText.prepare, plan=_plan,
+    describe=_describe)

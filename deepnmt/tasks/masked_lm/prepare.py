@@ -42,7 +42,7 @@ class PreparedText(PreparedFolder):
                 for _ in read_units(recipe, split):
                     pass  # for faults of the texts, which SentencePiece would report as its own
         lines = itertools.chain.from_iterable(lines for _, lines in read_units(recipe, "train"))
-        vocab = write_vocabulary(recipe, folder, lines, [MASK])
+        vocab = write_vocabulary(recipe, folder, itertools.islice(lines, recipe.vocab.max_sentences), [MASK])
         return {split: _encode(recipe, split, vocab, folder) for split in reversed(SPLITS)}
 
     @classmethod

@@ -59,7 +59,8 @@ class PreparedSpeech(PreparedFolder):
     def write(cls, recipe: SpeechRecipe, folder: Path) -> dict[str, dict[str, int]]:
         """The short list comes first, for its faults. Raises `UserError` if an utterance is faulty."""
         utterances = {split: list(read_lists(getattr(recipe.data, split), f"data.{split}")) for split in SPLITS}
-        vocab = write_vocabulary(recipe, folder, (utterance.text for utterance in utterances["train"]))
+        some = utterances["train"][:recipe.vocab.max_sentences]
+        vocab = write_vocabulary(recipe, folder, [utterance.text for utterance in some])
         transcripts = [f"{utterance.text}\n" for utterance in utterances["valid"]]
         (folder / "valid.txt").write_text("".join(transcripts), "utf-8")
         return {split: _encode(recipe, folder, split, utterances[split], vocab) for split in reversed(SPLITS)}

@@ -19,11 +19,12 @@ from torch.nn import functional as F
 
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
+from deepnmt.data.examples import ExampleStream
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.steps import run_steps
 from deepnmt.tasks.language_model.model import continue_text, load, score_stream, token_scores
-from deepnmt.tasks.language_model.text import Blocks, BlockStream, blocks_of, open_text, prepare_text, texts_of
+from deepnmt.tasks.language_model.text import Blocks, PreparedText, blocks_of, texts_of
 from deepnmt.tokens import EOS, PAD
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def test_it_learns_and_tells_how_well(trained: Path, capsys: pytest.CaptureFixtu
     """Validation, evaluate and score agree, and the text has less than it had at first."""
     valid = [record for record in read_log(trained / "run" / "log.jsonl") if record["type"] == "valid"]
     assert valid[-1]["word_perplexity"] < valid[0]["word_perplexity"] < 16
-    counts = open_text(recipe(trained)).counts("valid")
+    counts = PreparedText.open(recipe(trained)).counts("valid")
     text = (trained / "valid.txt").read_text()
     assert counts["bytes"] == len(text.encode()) and counts["words"] == len(text.split()) + text.count("\n")
     assert valid[-1]["bits_per_byte"] == pytest.approx(
@@ -57,7 +58,7 @@ def test_it_learns_and_tells_how_well(trained: Path, capsys: pytest.CaptureFixtu
         assert found[name] == pytest.approx(valid[-1][name], rel=1e-5)
     assert main("evaluate", [run, "--context", "12"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[-1].split()[:2] == ["held", f"{open_text(recipe(trained)).counts('test.held')['words']:,}"]
+    assert table[-1].split()[:2] == ["held", f"{PreparedText.open(recipe(trained)).counts('test.held')['words']:,}"]
     lines, scores = trained / "lines.txt", trained / "scores.jsonl"
     lines.write_text("the dog sees the cat .\ncat the the . sees dog\n", encoding="utf-8")
     assert main("score", [run, "--input", str(lines), "--output", str(scores), "--pieces"]) == 0
@@ -87,7 +88,7 @@ def test_a_sample_is_fixed_by_its_seed_and_drawn_from_the_model(trained: Path, c
 def test_sliding_windows_are_brute_force(trained: Path) -> None:
     """2,000 tokens: each alone, after all that its window has before it."""
     loaded = load(trained / "run", CPU)
-    tokens, _ = open_text(recipe(trained)).documents("train")
+    tokens, _ = PreparedText.open(recipe(trained)).documents("train")
     tokens = np.asarray(tokens[:2000], dtype=np.int64)
     documents = np.array([0, 700, 2000])
     for window, context in ((48, 40), (24, 0), (40, 39)):
@@ -111,7 +112,7 @@ def test_sliding_windows_are_brute_force(trained: Path) -> None:
 
 def test_scores_are_the_loss(trained: Path) -> None:
     loaded = load(trained / "run", CPU)
-    blocks = blocks_of(recipe(trained), open_text(recipe(trained)), "valid")
+    blocks = blocks_of(recipe(trained), PreparedText.open(recipe(trained)), "valid")
     batch = blocks.batch(range(4), 0, CPU)
     with torch.no_grad():
         nll = float(loaded.model(batch).nll)
@@ -122,7 +123,7 @@ def test_scores_are_the_loss(trained: Path) -> None:
 def test_blocks_have_every_token_once_after_the_one_before(documents: list[int]) -> None:
     tokens = np.arange(4, 104)
     blocks = Blocks("train", tokens, np.array(documents), 9)
-    stream = BlockStream(blocks, 40, 1)
+    stream = ExampleStream(blocks, 40, 1)
     for epoch in range(2):
         seen = []
         for index in range(stream.epoch_size(epoch)):
@@ -137,7 +138,7 @@ def test_blocks_have_every_token_once_after_the_one_before(documents: list[int])
                 assert not any(place < border < place + len(kept) for border in documents)
                 seen += kept
         assert sorted(seen) == tokens.tolist()
-    orders = [BlockStream(blocks, 40, seed).plan(epoch).order.tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0))]
+    orders = [ExampleStream(blocks, 40, seed).plan(epoch).order.tolist() for seed, epoch in ((1, 0), (1, 1), (2, 0))]
     assert stream.plan(0).order.tolist() == orders[0] and len({tuple(order) for order in orders}) == 3
 
 
@@ -147,8 +148,8 @@ def test_a_text_is_one_stream_or_documents(tmp_path: Path) -> None:
     text = (tmp_path / "valid.txt").read_text()
     for apart in (False, True):
         made = recipe(tmp_path, data={"documents": apart, "folder": str(tmp_path / f"data-{apart}")})
-        prepare_text(made)
-        data = open_text(made)
+        PreparedText.prepare(made)
+        data = PreparedText.open(made)
         data.verify()
         tokens, documents = data.documents("valid")
         parts = [np.split(tokens[begin:end], np.flatnonzero(tokens[begin:end] == EOS) + 1)[:-1]
@@ -156,7 +157,7 @@ def test_a_text_is_one_stream_or_documents(tmp_path: Path) -> None:
         again = ["".join(f"{data.vocab.decode(line[:-1].tolist())}\n" for line in lines) for lines in parts]
         assert "\n".join(again) == text and len(again) == (12 if apart else 1)
         before = {file.name: file.read_bytes() for file in data.folder.iterdir()}
-        prepare_text(made)
+        PreparedText.prepare(made)
         assert {file.name: file.read_bytes() for file in data.folder.iterdir()} == before
 
 
@@ -164,12 +165,12 @@ def test_a_text_is_one_stream_or_documents(tmp_path: Path) -> None:
 def test_other_vocabularies(kind: str, tmp_path: Path) -> None:
     write_texts(tmp_path)
     made = recipe(tmp_path, vocab={"kind": kind, "size": 24}, data={"block": 32})
-    prepare_text(made)
-    data = open_text(made)
+    PreparedText.prepare(made)
+    data = PreparedText.open(made)
     assert data.vocab.kind == kind and data.counts("train")["unknown"] == 0
     given = recipe(tmp_path, vocab={"kind": kind, "model": str(data.folder)}, data={"folder": str(tmp_path / "again")})
-    prepare_text(given)
-    assert open_text(given).vocab.fingerprint == data.vocab.fingerprint
+    PreparedText.prepare(given)
+    assert PreparedText.open(given).vocab.fingerprint == data.vocab.fingerprint
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -180,16 +181,17 @@ def test_faulty_texts(text: str, said: str, tmp_path: Path) -> None:
     write_texts(tmp_path)
     (tmp_path / "train.txt").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=said):
-        prepare_text(recipe(tmp_path, data={"documents": True}))
+        PreparedText.prepare(recipe(tmp_path, data={"documents": True}))
     assert not (tmp_path / "data").exists()
 
 
 def test_a_vocabulary_of_another_text(tmp_path: Path) -> None:
     write_texts(tmp_path)
-    prepare_text(recipe(tmp_path))
+    PreparedText.prepare(recipe(tmp_path))
     (tmp_path / "train.txt").write_text("ein Hund\nder Hund bellt\n" * 20, encoding="utf-8")
     with pytest.raises(UserError, match=r"train\.txt, line 1: the vocabulary has no piece of this line, and"):
-        prepare_text(recipe(tmp_path, vocab={"model": str(tmp_path / "data")}, data={"folder": str(tmp_path / "new")}))
+        PreparedText.prepare(
+            recipe(tmp_path, vocab={"model": str(tmp_path / "data")}, data={"folder": str(tmp_path / "new")}))
 
 
 @pytest.mark.parametrize(("changes", "said"), [

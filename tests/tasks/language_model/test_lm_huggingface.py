@@ -18,7 +18,7 @@ from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.tasks.language_model.huggingface import export_model, import_model
 from deepnmt.tasks.language_model.model import Loaded, load
-from deepnmt.tasks.language_model.text import open_text, prepare_text
+from deepnmt.tasks.language_model.text import PreparedText
 from deepnmt.tokens import EOS, PAD
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -32,8 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 def vocab(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
     folder = tmp_path_factory.mktemp("vocab")
     write_texts(folder)
-    prepare_text(recipe(folder))
-    return open_text(recipe(folder)).vocab
+    PreparedText.prepare(recipe(folder))
+    return PreparedText.open(recipe(folder)).vocab
 
 
 def stirred(vocab: Vocabulary, folder: Path, **model: Any) -> Loaded:

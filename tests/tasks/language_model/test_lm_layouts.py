@@ -15,7 +15,7 @@ from warm import Warm
 from deepnmt.files import read_log
 from deepnmt.processes.launch import processes
 from deepnmt.tasks.language_model.task import TASK
-from deepnmt.tasks.language_model.text import prepare_text
+from deepnmt.tasks.language_model.text import PreparedText
 from deepnmt.training.trainer import train
 
 TOGETHER = 6  # micro-batches of an update, of all processes
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a prepared text."""
     folder = tmp_path_factory.mktemp("lm")
     write_texts(folder)
-    prepare_text(recipe(folder, model=MODEL))
+    PreparedText.prepare(recipe(folder, model=MODEL))
     return folder
 
 

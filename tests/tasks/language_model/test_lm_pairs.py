@@ -35,7 +35,7 @@ from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import TASK
-from deepnmt.tasks.language_model.text import Blocks, blocks_of, open_text, prepare_text
+from deepnmt.tasks.language_model.text import Blocks, PreparedText, blocks_of
 from deepnmt.tokens import BOS, EOS, PAD
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def recipe(folder: Path, **changes: Any) -> Recipe:
 def pairs(tmp_path: Path) -> Path:
     """A folder with prepared pairs."""
     write_pairs(tmp_path)
-    prepare_text(recipe(tmp_path))
+    PreparedText.prepare(recipe(tmp_path))
     return tmp_path
 
 
@@ -99,7 +99,7 @@ def sentences(folder: Path, name: str, side: str) -> list[str]:
 def test_a_pair_is_source_separator_target_end(on: str, pairs: Path) -> None:
     """The arrays and every micro-batch, against lists put together here."""
     made = recipe(pairs, train={"loss_on": on})
-    data = open_text(made)
+    data = PreparedText.open(made)
     data.verify()
     encode = data.vocab.encode
     wanted = [[*encode(src), BOS, *encode(trg), EOS] for src, trg in zip(
@@ -126,7 +126,7 @@ def test_a_pair_is_source_separator_target_end(on: str, pairs: Path) -> None:
 def test_the_loss_is_brute_force(smoothing: float, pairs: Path) -> None:
     """On the target: PyTorch's cross-entropy of each pair alone, behind its separator. On both: that of any text.
     With gradients."""
-    data = open_text(recipe(pairs))
+    data = PreparedText.open(recipe(pairs))
     tokens, documents = (np.asarray(array, dtype=np.int64) for array in data.documents("train"))
     model = new_model(recipe(pairs).model, data.vocab.size, data.vocab.size, 1, smoothing).eval()
 
@@ -157,7 +157,7 @@ def test_the_loss_is_brute_force(smoothing: float, pairs: Path) -> None:
 def test_validation_is_of_the_targets(trained: Path) -> None:
     """With both losses, and its tokens are those of the targets alone."""
     last = [record for record in read_log(trained / "run" / "log.jsonl") if record["type"] == "valid"][-1]
-    data = open_text(load_recipe(trained / "run"))
+    data = PreparedText.open(load_recipe(trained / "run"))
     targets = sentences(trained, "valid", "trg")
     count = sum(len(data.vocab.encode(line)) + 1 for line in targets)
     assert last["word_perplexity"] == pytest.approx(math.exp(count * math.log(last["perplexity"]) / sum(
@@ -175,7 +175,7 @@ def losses(folder: Path, on: str, layout: str, stages: int, ranks: Ranks) -> lis
     made = recipe(folder, model={"dropout": 0.2, "attention_dropout": 0.1, "decoder": {"block": "b2t", "layers": 3}},
                   batch={"tokens": 60, "accumulation": 4 * (stages or 1) // ranks.world},
                   train={"loss_on": on, "label_smoothing": 0.1}, parallel=parallel(layout, stages))
-    data, found, position = open_text(made), [], START
+    data, found, position = PreparedText.open(made), [], START
     engine = start_engine(made, layout_of(made, ranks.world), (data.vocab.size, data.vocab.size), ranks)
     stream, count = TASK.stream(made, data), made.batch.entries(engine.data_world)
     for _ in range(4):
@@ -318,8 +318,8 @@ def test_a_separator_in_the_text_is_text(kind: str, tmp_path: Path) -> None:
         file.write_text(file.read_text() + "<s> ape </s> <pad>\n")
     made = recipe(tmp_path, vocab={"kind": kind, "size": 40 if kind == "bpe" else 17}, data={"block": 64},
                   model={"max_length": 64})
-    prepare_text(made)
-    data = open_text(made)
+    PreparedText.prepare(made)
+    data = PreparedText.open(made)
     tokens, documents = data.documents("train")
     assert (tokens == BOS).sum() == (tokens == EOS).sum() == len(documents) - 1 and (tokens == PAD).sum() == 0
     assert len(blocks_of(made, data, "train")) == 41
@@ -337,16 +337,16 @@ def test_faulty_pairs(changes: dict[str, str], said: str, tmp_path: Path) -> Non
         file = tmp_path / f"train.{side}"
         file.write_bytes(file.read_bytes() + {"src": "ape\n", "trg": "APE .\n", **changes}[side].encode("latin-1"))
     with pytest.raises(UserError, match=said):
-        prepare_text(recipe(tmp_path))
+        PreparedText.prepare(recipe(tmp_path))
     assert not (tmp_path / "data").exists()
 
 
 def test_prepared_pairs_are_pairs(pairs: Path) -> None:
     with pytest.raises(UserError, match=r"data\.block is 8, but a pair of the train text has 13 tokens"):
-        blocks_of(made := recipe(pairs, data={"block": 8}), open_text(made), "train")
+        blocks_of(made := recipe(pairs, data={"block": 8}), PreparedText.open(made), "train")
     text = of_one_side(pairs, data={"train": str(pairs / "train.trg"), "valid": str(pairs / "valid.trg")})
     with pytest.raises(UserError, match=r"was made with data\.train pairs, but the recipe has None"):
-        open_text(text)
+        PreparedText.open(text)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
