@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepnmt.arguments import numbers, parse, recipe_parser
 from deepnmt.commands import TEXT, Command
-from deepnmt.commands.options import CHECKPOINT, checkpoint_of, processes_of
+from deepnmt.commands.options import add_checkpoint, checkpoint_of, processes_of
 from deepnmt.errors import UserError
 
 
@@ -23,7 +23,7 @@ def classify(words: list[str]) -> None:
     add("--output", default="-", metavar="FILE", help="the file of the labels (default: standard output)")
     add("--score", action="store_true", help="compare with the labels in the input, and print accuracy, F1 and "
         "Matthews' correlation")
-    add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoint(parser)
     args, recipe = parse(parser, words)
     if args.overrides:
         raise UserError(f"{args.overrides[0]} has no effect here because a trained classifier is used as it is; remove "
@@ -33,8 +33,9 @@ def classify(words: list[str]) -> None:
     require_classifier(recipe)
     checkpoint = checkpoint_of(args.checkpoint, recipe)
     with processes_of(recipe) as ranks:
-        if said := classify_file(checkpoint or recipe.run, args.input, args.output, ranks.device, args.score):
-            print(said)
+        scores = classify_file(checkpoint or recipe.run, args.input, args.output, ranks.device, args.score)
+        if scores:
+            print(scores)
 
 
 def seeds(words: list[str]) -> int:

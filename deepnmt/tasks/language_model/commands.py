@@ -10,9 +10,17 @@ from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, plain_parser, positive, recipe_parser, settable
 from deepnmt.commands import TEXT, Claim, Command
-from deepnmt.commands.options import CHECKPOINT, ENSEMBLE, checkpoint_of, checkpoints_of, processes_of
+from deepnmt.commands.options import (
+    add_checkpoint,
+    add_checkpoints,
+    add_files,
+    checkpoint_of,
+    metrics_of,
+    processes_of,
+    translate_text,
+)
 from deepnmt.config import Recipe
-from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
+from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS
 from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
@@ -40,25 +48,16 @@ def translate(words: list[str]) -> None:
         "deepnmt translate runs/pairs --input in.txt translate.beam=8",
     )
     add = parser.add_argument
-    add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
-        "(default: standard input)")
-    add("--output", default="-", metavar="FILE", help="the file of the translations (default: standard output)")
+    add_files(parser, "the text, a sentence a line; plain, .gz, .xz, .zst or .bz2", "the file of the translations")
     add("--part", metavar="I/N", help="translate part I of N, on as many machines as there are")
     add("--format", default="text", choices=list(FORMATS), help="as for task: translation (default text)")
     add("--prefix", metavar="FILE", help="what each translation begins with, a line for each of the input")
-    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    add_checkpoints(parser)
+    parser.set_defaults(references=None, alignments=None)  # an encoder's
     args, recipe = parse(parser, words)
     settable(args, "translate", "a trained model translates as it is", recipe=type(recipe))
     _require_pairs(recipe, "translate", True)
-    checkpoints = checkpoints_of(args.checkpoint, recipe)
-    from deepnmt.data.parts import WHOLE, Part
-    from deepnmt.decode.translate import judge_of, translate_files
-
-    part = Part.parse(args.part) if args.part else WHOLE
-    with processes_of(recipe) as ranks:
-        translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
-                        judge=judge_of(recipe), output_format=args.format, seed=recipe.seed, part=part, ranks=ranks,
-                        expected=expected_model(args, recipe, checkpoints))
+    translate_text(args, recipe)
 
 
 def evaluate(words: list[str]) -> None:
@@ -83,13 +82,13 @@ def evaluate(words: list[str]) -> None:
         "below data.block (default 0: windows that do not overlap)")
     add("--metric", action="append", metavar="NAME", help=f"of pairs: {either([*METRICS, *METRIC_FAMILIES])}; repeat "
         "it for several (default: bleu, chrf, ter)")
-    add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoint(parser)
     args, recipe = parse(parser, words)
     settable(args, "evaluate", "a trained model predicts as it is", recipe=type(recipe))
-    for name, of_pairs in (("context", False), ("metric", True)):
-        if getattr(args, name) and recipe.translates != of_pairs:
-            raise UserError(f"--{name} is of {'pairs' if of_pairs else 'texts of one side'}, but the recipe has "
-                            f"{'texts of one side' if of_pairs else 'pairs'}; leave it out")
+    if args.context and recipe.translates:
+        raise UserError("--context is of texts of one side, but the recipe has pairs; leave it out")
+    if args.metric and not recipe.translates:
+        raise UserError("--metric is of pairs, but the recipe has texts of one side; leave it out")
     if recipe.translates:
         _score_translations(args, recipe)
         return
@@ -106,9 +105,7 @@ def _score_translations(args: Namespace, recipe: Recipe) -> None:
     """Prints the scores of a model of pairs on test sets."""
     from deepnmt.evaluate.evaluate import evaluate_run
 
-    if unknown := [name for name in args.metric or () if name not in (*METRICS, *METRIC_FAMILIES)]:
-        raise UserError(f"--metric is {unknown[0]!r}, must be one of {', '.join((*METRICS, *METRIC_FAMILIES))}")
-    metrics = metrics_called(args.metric or METRICS.where(lambda metric: metric.usual))
+    metrics = metrics_of(args.metric, recipe, METRICS.where(lambda metric: metric.usual))
     checkpoint = checkpoint_of(args.checkpoint, recipe)
     with processes_of(recipe) as ranks:
         table = evaluate_run(recipe, args.test, checkpoints=[checkpoint] if checkpoint else [], metrics=metrics,
@@ -127,12 +124,10 @@ def score(words: list[str]) -> None:
         "deepnmt score runs/my --input lines.txt\n"
         "deepnmt score runs/my --pieces < lines.txt",
     )
-    add = parser.add_argument
-    add("--input", default="-", metavar="FILE", help="the lines; plain, .gz, .xz, .zst or .bz2 (default: standard "
-        "input)")
-    add("--output", default="-", metavar="FILE", help="the file of the scores (default: standard output)")
-    add("--pieces", action="store_true", help="an object a line in JSON, with the log-probability of every piece")
-    add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_files(parser, "the lines; plain, .gz, .xz, .zst or .bz2", "the file of the scores")
+    parser.add_argument("--pieces", action="store_true",
+                        help="an object a line in JSON, with the log-probability of every piece")
+    add_checkpoint(parser)
     args, recipe = parse(parser, words)
     settable(args, "score", "a trained model scores as it is", recipe=type(recipe))
     _require_pairs(recipe, "score", False)
@@ -161,7 +156,7 @@ def sample(words: list[str]) -> None:
     add("--top-k", type=int, default=0, metavar="K", help="draw only from the K likeliest tokens (default 0: all)")
     add("--top-p", type=float, default=1.0, metavar="P", help="draw only from the likeliest tokens that together have "
         "this probability (default 1)")
-    add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoint(parser)
     args, recipe = parse(parser, words)
     settable(args, "sample", "a trained model continues as it is", recipe=type(recipe))
     _require_pairs(recipe, "sample", False)
@@ -174,8 +169,8 @@ def sample(words: list[str]) -> None:
     with processes_of(recipe) as ranks:
         texts = sample_text(recipe, args.prompt, args.count, args.tokens, args.temperature, args.top_k, args.top_p,
                             checkpoint_of(args.checkpoint, recipe), ranks)
-        for text in texts if ranks.first else ():
-            print(text)
+        if ranks.first:
+            print(*texts, sep="\n")
 
 
 def export(words: list[str]) -> None:
@@ -188,7 +183,7 @@ def export(words: list[str]) -> None:
         "deepnmt export runs/my --to huggingface",
     )
     parser.add_argument("--to", required=True, choices=["huggingface"], help="the library")
-    parser.add_argument("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoint(parser)
     parser.add_argument("--output", metavar="FOLDER", help="the folder to write (default: RUN/huggingface)")
     args, recipe = parse(parser, words)
     settable(args, "export", "a trained model is exported as it is", recipe=type(recipe))

@@ -11,15 +11,16 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.examples import ExampleStream
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
-from deepnmt.parallel.build import partition_of, start_engine
+from deepnmt.model.admin import AdminProfile
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.text import PreparedText, blocks_of
-from deepnmt.training.fine_tuning import check_parts, find_trained, origins, trained_weights
-from deepnmt.training.plan import check_memory, micro_batches, plan_of
-from deepnmt.training.profile import first_of, profile_on, save_profile
+from deepnmt.training.fine_tuning import check_parts, find_trained, origins
+from deepnmt.training.plan import micro_batches, plan_of
+from deepnmt.training.profile import first_of, profile_on
 from deepnmt.training.task import Task, Validation, perplexity
+from deepnmt.training.transformers import start_transformer
 from deepnmt.training.validation import sum_losses
 
 
@@ -29,24 +30,13 @@ def _stream(recipe: Recipe, data: PreparedText) -> ExampleStream:
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedText, ranks: Ranks, initialise: bool) -> Engine:
-    sizes = (data.vocab.size, data.vocab.size)
-    ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, 1.0, ranks))
-    trained = None
-    if initialise and recipe.train.init_from:
-        trained = trained_weights(recipe, (data.vocab, data.vocab), ranks)
-    fresh = initialise and trained is None
-    profile = None
-    if fresh:
-        profile = profile_on(recipe, sizes, lambda: first_of(_stream(recipe, data), recipe, ranks), ranks,
-                             data.fingerprint)
-    if profile is not None:
-        ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
-    if layout.stages and ranks.first:
-        print(partition_of(recipe, *sizes).table(recipe.batch.accumulation), flush=True)
-    engine = start_engine(recipe, layout, sizes, ranks, profile, initialise=fresh)
-    if trained is not None:
-        engine.fill(trained)
-    return engine
+    vocabs = (data.vocab, data.vocab)
+
+    def profile() -> AdminProfile | None:
+        return profile_on(recipe, (data.vocab.size, data.vocab.size),
+                          lambda: first_of(_stream(recipe, data), recipe, ranks), ranks, data.fingerprint)
+
+    return start_transformer(recipe, layout, vocabs, ranks, initialise, profile)
 
 
 def figures(nll: float, counts: Mapping[str, int]) -> dict[str, float]:
@@ -75,8 +65,10 @@ def _plan(recipe: Recipe, card: str | None) -> str:
         if recipe.train.init_from is not None:
             begin = find_trained(recipe)
             origins(recipe, (data.vocab, data.vocab), begin)
-    elif recipe.vocab.model and (files := vocabulary_files(Path(recipe.vocab.model))):
-        size = Vocabulary.load(files[0]).size
+    elif recipe.vocab.model:
+        files = vocabulary_files(Path(recipe.vocab.model))
+        if files:
+            size = Vocabulary.load(files[0]).size
     return plan_of(recipe, card, (size, size), epoch, begin=begin)
 
 

@@ -116,7 +116,7 @@ class PreparedText(PreparedFolder):
     def settings(cls, recipe: LanguageRecipe) -> dict[str, Any]:
         settings = super().settings(recipe)
         if recipe.data.pairs:  # folders of texts say nothing of it
-            settings["data.train"] = "pairs"
+            return {"data.train": "pairs", **settings}
         return settings
 
     @classmethod

@@ -6,11 +6,15 @@ from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
-from deepnmt.commands.options import add_format, checkpoints_of, processes_of
+from deepnmt.commands.options import (
+    CHECKPOINT,
+    add_checkpoints,
+    add_files,
+    add_format,
+    checkpoints_of,
+    processes_of,
+)
 from deepnmt.errors import UserError
-
-CHECKPOINT = ("a checkpoint of the run: newest, best, averaged, an update, or a folder (default: the average, else the "
-              "newest)")
 
 
 def translate(words: list[str]) -> None:
@@ -25,11 +29,9 @@ def translate(words: list[str]) -> None:
         "deepnmt translate runs/speech --input list.tsv --output out.txt\n"
         "deepnmt translate runs/speech --checkpoint best --input list.tsv --format jsonl translate.nbest=5",
     )
-    add = parser.add_argument
-    add("--input", default="-", metavar="FILE", help="the list, an audio file a line (default: standard input)")
-    add("--output", default="-", metavar="FILE", help="the file of the texts (default: standard output)")
+    add_files(parser, "the list, an audio file a line", "the file of the texts")
     add_format(parser)
-    add("--checkpoint", action="append", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoints(parser, CHECKPOINT)  # so that an ensemble is refused in a sentence
     args, recipe = parse(parser, words)
     settable(args, "translate", "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
@@ -51,9 +53,9 @@ def evaluate(words: list[str]) -> None:
         "deepnmt evaluate runs/speech\n"
         "deepnmt evaluate runs/speech --checkpoint best --test clean translate.beam=10",
     )
-    add = parser.add_argument
-    add("--test", action="append", metavar="SET", help="a name in data.test; repeat it for several (default: all)")
-    add("--checkpoint", action="append", metavar="WHICH", help=CHECKPOINT)
+    parser.add_argument("--test", action="append", metavar="SET",
+                        help="a name in data.test; repeat it for several (default: all)")
+    add_checkpoints(parser, CHECKPOINT)  # so that an ensemble is refused in a sentence
     args, recipe = parse(parser, words)
     settable(args, "evaluate", "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))

@@ -7,9 +7,17 @@ from pathlib import Path
 
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
-from deepnmt.commands.options import ENSEMBLE, add_format, checkpoints_of, processes_of
+from deepnmt.commands.options import (
+    add_checkpoints,
+    add_files,
+    add_format,
+    checkpoints_of,
+    metrics_of,
+    processes_of,
+    translate_text,
+)
 from deepnmt.config import load_recipe
-from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
+from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS
 from deepnmt.config.fields import either
 from deepnmt.config.plugins import is_named
 from deepnmt.errors import UserError
@@ -33,10 +41,8 @@ def translate(words: list[str]) -> None:
         "deepnmt translate runs/my --input in.de.zst --output out.en.zst --part 3/8",
     )
     add = parser.add_argument
-    add("--input", default="-", metavar="FILE", help="the text, a sentence a line; plain, .gz, .xz, .zst or .bz2 "
-        "(default: standard input)")
-    add("--output", default="-", metavar="FILE", help="the file of the translations, compressed as its name says "
-        "(default: standard output)")
+    add_files(parser, "the text, a sentence a line; plain, .gz, .xz, .zst or .bz2",
+              "the file of the translations, compressed as its name says")
     add("--part", metavar="I/N", help="translate part I of N, on as many machines as there are; the last one to end "
         "writes the output")
     add_format(parser)
@@ -46,19 +52,10 @@ def translate(words: list[str]) -> None:
         "for each line of the input")
     add("--alignments", metavar="FILE", help="a file for the word alignments of the translations, as 0-0 1-2, from the "
         "cross-attention of translate.alignment_layer; jsonl has them too")
-    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    add_checkpoints(parser)
     args, recipe = parse(parser, words)
     settable(args, "translate", "a trained model translates as it is")
-    checkpoints = checkpoints_of(args.checkpoint, recipe)
-    from deepnmt.data.parts import WHOLE, Part
-    from deepnmt.decode.translate import judge_of, translate_files
-
-    part = Part.parse(args.part) if args.part else WHOLE
-    with processes_of(recipe) as ranks:
-        translate_files(checkpoints or recipe.run, args.input, args.output, recipe.translate, prefixes=args.prefix,
-                        references=args.references, judge=judge_of(recipe), alignments=args.alignments,
-                        output_format=args.format, seed=recipe.seed, part=part, ranks=ranks,
-                        expected=expected_model(args, recipe, checkpoints))
+    translate_text(args, recipe)
 
 
 def score(words: list[str]) -> None:
@@ -77,15 +74,14 @@ def score(words: list[str]) -> None:
         "deepnmt score runs/my --checkpoint best < contrastive.tsv",
     )
     add = parser.add_argument
-    add("--input", default="-", metavar="FILE", help="the sentences, with their translations if --translations is not "
-        "given; plain, .gz, .xz, .zst or .bz2 (default: standard input)")
+    add_files(parser, "the sentences, with their translations if --translations is not given; plain, .gz, .xz, .zst "
+              "or .bz2", "the file of the scores")
     add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl, what "
         "deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
-    add("--output", default="-", metavar="FILE", help="the file of the scores (default: standard output)")
     add_format(parser, "scores")
     add("--pieces", action="store_true", help="with tsv or jsonl: the log-probability of every subword piece")
     add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")
-    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    add_checkpoints(parser)
     args, recipe = parse(parser, words)
     settable(args, "score", "a trained model scores as it is")
     if args.pieces and not FORMATS[args.format].many:
@@ -130,7 +126,7 @@ def evaluate(words: list[str]) -> None:
         help=f"{either([*METRICS, *METRIC_FAMILIES])}, the last for all of that name; flores101 and flores200 are "
         "BLEU over FLORES's pieces, whose vocabulary SacreBLEU downloads; or one of the recipe's metrics; repeat it "
         "for several (default: bleu, chrf, ter, and those whose command you give)")
-    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    add_checkpoints(parser)
     add("--output", metavar="FILE", help="the JSON file of the scores (default: RUN/scores.json or one beside it)")
     args, recipe = parse(parser, words)
     named = args.checkpoint or ["newest"]
@@ -144,16 +140,16 @@ def evaluate(words: list[str]) -> None:
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
 
-    names = (*METRICS, *METRIC_FAMILIES, *recipe.metrics)
-    if unknown := [metric for metric in args.metric or () if metric not in names]:
-        raise UserError(f"--metric is {unknown[0]!r}, must be one of {', '.join(names)}")
-    usual = METRICS.where(lambda metric: metric.usual)
-    outer = [name for name, metric in recipe.metrics.items() if is_named(metric.command)]
+    usual = list(METRICS.where(lambda metric: metric.usual))
+    usual += [name for name, metric in recipe.metrics.items() if is_named(metric.command)]
+    metrics = metrics_of(args.metric, recipe, usual)
     others = {}
     for run in args.runs:
         other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
-        others[checkpoints_of(args.checkpoint, other)[0] if args.checkpoint else run] = other
-    metrics = metrics_called(args.metric or [*usual, *outer])
+        name = run
+        if args.checkpoint:
+            name = checkpoints_of(args.checkpoint, other)[0]
+        others[name] = other
     with processes_of(recipe) as ranks:
         table = evaluate_run(recipe, tests=args.test, hypotheses=args.hypotheses, checkpoints=checkpoints,
                              others=others, metrics=metrics, output=args.output,

@@ -13,16 +13,16 @@ from deepnmt.data.batching import Stream
 from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.evaluate.metrics import make_scorers, outside_of
-from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_validation_text, settled
 from deepnmt.tasks.translation.validate import validate
-from deepnmt.training.fine_tuning import check_parts, trained_weights
-from deepnmt.training.plan import check_memory, describe
-from deepnmt.training.profile import profile_for, save_profile
+from deepnmt.training.fine_tuning import check_parts
+from deepnmt.training.plan import describe
+from deepnmt.training.profile import profile_for
 from deepnmt.training.task import Figures, Look, Task
+from deepnmt.training.transformers import start_transformer
 from deepnmt.visitors import visitor_modules
 
 
@@ -31,7 +31,8 @@ def _check(recipe: Recipe) -> None:
     if recipe.train.valid_bleu:
         for corpus in (recipe.data.valid, *recipe.data.valid.corpora.values()):
             make_scorers(corpus.trg_lang or recipe.data.trg_lang)
-    if scored := [name for name, metric in recipe.metrics.items() if metric.in_validation]:
+    scored = [name for name, metric in recipe.metrics.items() if metric.in_validation]
+    if scored:
         make_scorers("", scored, outside_of(recipe))
 
 
@@ -40,26 +41,16 @@ def _stream(recipe: Recipe, data: PreparedData) -> Stream:
 
 
 def _start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
-    sizes = (data.vocabs()[0].size, data.vocabs()[1].size)
     ratio = data.split("train").source_per_target
-    ranks.raise_everywhere(lambda: check_memory(recipe, layout, sizes, ratio, ranks))
-    trained = trained_weights(recipe, data.vocabs(), ranks) if initialise and recipe.train.init_from else None
-    fresh = initialise and trained is None
-    profile = profile_for(recipe, data, ranks) if fresh else None
-    if profile is not None:
-        ranks.raise_everywhere(lambda: save_profile(profile, Path(recipe.run)) if ranks.first else None)
-    if layout.stages and ranks.first:
-        print(partition_of(recipe, *sizes, ratio).table(recipe.batch.per_rank(layout.data_ranks)), flush=True)
-    engine = start_engine(recipe, layout, sizes, ranks, profile, ratio, fresh)
-    if trained is not None:
-        engine.fill(trained)
-    return engine
+    return start_transformer(recipe, layout, data.vocabs(), ranks, initialise,
+                             lambda: profile_for(recipe, data, ranks), ratio)
 
 
 def _files(data: PreparedData) -> dict[str, bytes]:
     """The vocabularies. To put another file into every checkpoint, add its name and bytes here: it is hashed and
     checked like the others, and copied into averages and folded models."""
-    return {name: vocab.bytes for name, vocab in zip((SRC_VOCAB, TRG_VOCAB), data.vocabs(), strict=True)}
+    source, target = data.vocabs()
+    return {SRC_VOCAB: source.bytes, TRG_VOCAB: target.bytes}
 
 
 def _prepare(recipe: Recipe, part: str) -> Path:
@@ -75,7 +66,9 @@ def _look(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> d
 
 
 def _describe(record: Mapping[str, Any]) -> str:
-    text = f" BLEU {record['bleu']:.1f}" if "bleu" in record else ""
+    text = ""
+    if "bleu" in record:
+        text = f" BLEU {record['bleu']:.1f}"
     corpora = [f"{key.removesuffix('/bleu')} {value:.1f}" for key, value in record.items() if key.endswith("/bleu")]
     if corpora:
         text += f" ({', '.join(corpora)})"
