@@ -170,21 +170,25 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         units = _index(recipe, folder)
         work = Work(recipe, folder, sum(unit.lines for unit in units), that_have_run(recipe.plugins))
         for step, result, done in ((read_unit, Work.read, "read"), (encode_unit, Work.shard, "encoded")):
-            run(work, [unit for unit in units if not result(work, unit).exists()], step)
-            if missing := [unit for unit in units if not result(work, unit).exists()]:
+            run(work, _without(work, units, result), step)
+            missing = _without(work, units, result)
+            if missing:
                 return f"{len(missing)} of {len(units)} units are not {done} yet, {name_of(missing[0])} among them"
             with _alone(folder):
-                if not _complete(target) and step is read_unit and not (folder / "joined.json").exists():
+                if target.exists() and any(target.iterdir()):  # another process was faster
+                    continue
+                if step is read_unit and not (folder / "joined.json").exists():
                     join(work, units)
-                if not _complete(target) and step is encode_unit:
+                if step is encode_unit:
                     folders.recover_after_kill(target.parent, glob.escape(target.name))
                     finish(work, units, target)
                     shutil.rmtree(folder, ignore_errors=True)
     return ""
 
 
-def _complete(target: Path) -> bool:
-    return target.exists() and any(target.iterdir())
+def _without(work: Work, units: Sequence[Unit], result: Callable[[Work, Unit], Path]) -> list[Unit]:
+    """The units whose result is not there yet."""
+    return [unit for unit in units if not result(work, unit).exists()]
 
 
 @contextmanager
@@ -230,17 +234,20 @@ def _results(work: Work, units: Sequence[Unit], step: Step, workers: int) -> Ite
 
 def read_unit(work: Work, unit: Unit) -> None:
     """Filters the pairs of a unit by their text, and hashes them. Raises `UserError`."""
-    digest, corpus, target = hashlib.sha256(), work.corpus(unit), work.read(unit)
-    if faults := name_plugins({"plugins": dict(work.plugins)}, NAMED, True):
+    digest = hashlib.sha256()
+    corpus, target = work.corpus(unit), work.read(unit)
+    faults = name_plugins({"plugins": dict(work.plugins)}, NAMED, True)
+    if faults:
         raise UserError(faults[0])
     rules = rules_of(work.recipe, corpus, scored_sentences(corpora(work.recipe)))
     codes, hashes, near, overlap = apply_text_filters(_hashed(unit, corpus, digest), rules)
     rows = np.flatnonzero(codes == KEPT).astype(np.uint32)
+    order = np.argsort(hashes, kind="stable")
+    near_order = np.argsort(near, kind="stable")
+    near_rows = rows[near_order] if rules.near else rows[:0]
     arrays: dict[str, npt.NDArray[Any]] = {
-        "codes": codes, "sampled": rows[_sampled(work, hashes)], "overlap": np.array(overlap)}
-    for name, values in (("", hashes), ("near_", near)):
-        order = np.argsort(values, kind="stable")
-        arrays |= {f"{name}hashes": values[order], f"{name}rows": rows[order] if rules.near or not name else rows[:0]}
+        "codes": codes, "sampled": rows[_sampled(work, hashes)], "overlap": np.array(overlap),
+        "hashes": hashes[order], "rows": rows[order], "near_hashes": near[near_order], "near_rows": near_rows}
     with folders.new_folder(target, KIND) as temporary, folders.reporting(target, KIND):
         for name, array in arrays.items():
             np.save(temporary / f"{name}.npy", array)
@@ -258,7 +265,9 @@ def _sampled(work: Work, hashes: Hashes) -> npt.NDArray[np.bool_]:
     vocab = work.recipe.vocab
     if vocab.model or work.recipe.data.reuse:
         return np.zeros(len(hashes), dtype=bool)
-    most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
+    most = vocab.max_sentences
+    if vocab.shared:
+        most = max(1, most // 2)
     return hashes <= np.uint64(min(2**64 * most // work.lines, 2**64 - 1))
 
 
@@ -275,21 +284,23 @@ def encode_unit(work: Work, unit: Unit) -> None:
                            hashes_of_annotations, number])
     target = work.shard(unit)
     with folders.new_folder(target, KIND) as temporary:
-        if (shard := joined["reusable"].get(key)) and Path(shard).is_dir():
+        shard = joined["reusable"].get(key)
+        if shard and Path(shard).is_dir():
             _link(Path(shard), temporary)
             with folders.reporting(target, KIND):
                 temporary.rename(target)
             return
-        models = [(work.folder / "joined" / f"{side}.spm").read_bytes() for side in ("src", "trg")]
-        job = EncodingJob(models[0], models[1], data.filters, data.subword_variants, work.recipe.vocab.kind,
+        src_model = (work.folder / "joined" / "src.spm").read_bytes()
+        trg_model = (work.folder / "joined" / "trg.spm").read_bytes()
+        job = EncodingJob(src_model, trg_model, data.filters, data.subword_variants, work.recipe.vocab.kind,
                           data.subword_alpha)
-        sizes = tuple(joined["vocab"][side]["size"] for side in ("src", "trg"))
+        sizes = (joined["vocab"]["src"]["size"], joined["vocab"]["trg"]["size"])
         annotations = annotations_of(data.train)
         digest = hashlib.sha256()
         with _as_text(unit, corpus, bool(annotations)) as alone:
             tag = f"{corpus.tag} " if corpus.tag else ""
             pairs = ((tag + src, trg) for src, trg, _ in _hashed(unit, corpus, digest))
-            _, counts = encode_text(temporary, TRAIN, alone, pairs, codes, job, (sizes[0], sizes[1]), 1, annotations,
+            _, counts = encode_text(temporary, TRAIN, alone, pairs, codes, job, sizes, 1, annotations,
                                     unit.number * FIRST_CHUNK)
         if digest.hexdigest() != text:
             raise UserError(f"the text of {name_of(unit)} changed after it was read; wait until nothing writes it any "
@@ -308,8 +319,9 @@ def _hashed(unit: Unit, corpus: Corpus, digest: Any) -> Iterator[Row]:
 
 def _hash_of(unit: Unit, column: str) -> str:
     digest = hashlib.sha256()
-    for _, _, line in lines_of(unit, column) if column in unit.columns else ():
-        digest.update(f"{line}\n".encode())
+    if column in unit.columns:
+        for _, _, line in lines_of(unit, column):
+            digest.update(f"{line}\n".encode())
     return digest.hexdigest()
 
 
@@ -466,9 +478,11 @@ def join(work: Work, units: Sequence[Unit]) -> None:
 def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: EncodingJob, sizes: tuple[int, int]
                   ) -> dict[str, Any]:
     """Encodes a validation or test text, all of whose pairs are kept."""
-    counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, 1, annotations_of(text))[1]
+    _, counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, 1, annotations_of(text))
     parts = {part: sum(1 for _ in read_pairs(corpus)) for part, corpus in corpora_of(text).items()}
-    return {**({} if "" in parts else {"corpora": parts}), **counts}
+    if "" in parts:
+        return dict(counts)
+    return {"corpora": parts, **counts}
 
 
 def _leave_out_duplicates(
@@ -597,10 +611,9 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
 def _sum(counts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sums of counts, those in groups each; what some lack is 0 there."""
     total: dict[str, Any] = {}
-    for one in counts:
-        for name in one:
-            if name in total:
-                continue
-            values = [other[name] for other in counts if name in other]
-            total[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
+    for name in itertools.chain.from_iterable(counts):
+        if name in total:
+            continue
+        values = [each[name] for each in counts if name in each]
+        total[name] = _sum(values) if isinstance(values[0], Mapping) else sum(values)
     return total

@@ -112,8 +112,10 @@ class PreparedData:
         if manifest.get("version") not in (1, VERSION, SHARDED):
             raise DamagedFolder(folder, f"its format version is {manifest.get('version')!r}, but this deepnmt reads 1 "
                                         f"to {SHARDED}", KIND)
-        of_version_1 = manifest["version"] == 1
-        manifest = _from_version_1(folder, manifest) if of_version_1 else folders.read_manifest(folder, KIND)
+        if manifest["version"] == 1:
+            manifest = _from_version_1(folder, manifest)
+        else:
+            manifest = folders.read_manifest(folder, KIND)
         sections = ("settings", "inputs", "vocab", "splits", "files")
         missing = [key for key in sections if not isinstance(manifest.get(key), dict)]
         if missing:
@@ -144,7 +146,8 @@ class PreparedData:
 
     def _verify_files(self) -> None:
         folders.check_files(self.folder, self.manifest, None, (), KIND)
-        sizes = {side: vocab.size for side, vocab in zip(("src", "trg"), self.vocabs())}
+        source, target = self.vocabs()
+        sizes = {"src": source.size, "trg": target.size}
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
             if kind in TOKENS and side in sizes:
@@ -158,8 +161,10 @@ class PreparedData:
         """A hash of what training reads: the vocabularies, the files of the training and the validation text, and how
         many pairs of each are of which corpus. The same text has the same, prepared again by another version or with
         one test set more."""
-        read = {name: entry["sha256"] for name, entry in self.manifest["files"].items()
-                if name.endswith(".spm") or name.startswith(("train.", "valid."))}
+        read = {}
+        for name, entry in self.manifest["files"].items():
+            if name.endswith(".spm") or name.startswith(("train.", "valid.")):
+                read[name] = entry["sha256"]
         sizes = {name: list(self.corpora(name).values()) for name in self.splits if name in ("train", "valid")}
         if "shards" not in self.manifest:
             return folders.hash_of([read, sizes])
@@ -202,37 +207,45 @@ class PreparedData:
 
     def vocabs(self) -> tuple[Vocabulary, Vocabulary]:
         """The source and target vocabularies; equal if they are shared."""
-        src, trg = (folders.require_named(self.folder, self.manifest, name, KIND) for name in ("src.spm", "trg.spm"))
+        src = folders.require_named(self.folder, self.manifest, "src.spm", KIND)
+        trg = folders.require_named(self.folder, self.manifest, "trg.spm", KIND)
         return Vocabulary.load(src), Vocabulary.load(trg)
 
 
 def _from_version_1(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """A manifest as version 0.2 and older wrote it, as today's. It was hashed as text, and told the `bytes` of files;
     the oldest had no hash of their own. Raises `DamagedFolder`."""
-    own, files = manifest.pop("sha256", None), manifest.get("files")
-    if own not in (None, _hash_of_version_1(manifest)):
+    expected = manifest.pop("sha256", None)
+    if expected not in (None, _hash_of_version_1(manifest)):
         raise DamagedFolder(folder, f"{MANIFEST} has been altered", KIND)
-    for entry in files.values() if isinstance(files, dict) else ():
-        if isinstance(entry, dict) and "bytes" in entry:
-            entry["size"] = entry.pop("bytes")
+    files = manifest.get("files")
+    if isinstance(files, dict):
+        for entry in files.values():
+            if isinstance(entry, dict) and "bytes" in entry:
+                entry["size"] = entry.pop("bytes")
     return manifest
 
 
 def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
     """What checkpoints of version 0.2 and older know these data by: the hash of the manifest that those wrote. They
     had no `drop_overlap`, and did not count the overlap or by corpora; `vocab.tags` is younger than 0.1."""
-    old = {key: manifest[key] for key in ("format", "settings", "inputs", "vocab", "splits")}
-    old["settings"] = {key: value for key, value in old["settings"].items()
-                       if key != "data.filters.drop_overlap" or value}
-    splits = {name: dict(split) for name, split in old["splits"].items()}
+    settings = dict(manifest["settings"])
+    if not settings.get("data.filters.drop_overlap"):
+        settings.pop("data.filters.drop_overlap", None)
+    splits = {name: dict(split) for name, split in manifest["splits"].items()}
     for split in splits.values():
         split.pop("overlap", None)
         split.pop("by_corpus", None)
-    old["splits"] = splits
-    old |= {"version": 1, "files": {name: {"bytes": entry["size"], "sha256": entry["sha256"]}
-                                    for name, entry in manifest["files"].items()}}
-    older = {key: value for key, value in old["settings"].items() if key != "vocab.tags" or value}
-    return [_hash_of_version_1({**old, "settings": settings}) for settings in (old["settings"], older)]
+    files = {}
+    for name, entry in manifest["files"].items():
+        files[name] = {"bytes": entry["size"], "sha256": entry["sha256"]}
+    old = {"format": manifest["format"], "settings": settings, "inputs": manifest["inputs"],
+           "vocab": manifest["vocab"], "splits": splits, "version": 1, "files": files}
+    hashes = [_hash_of_version_1(old)]
+    if not settings.get("vocab.tags"):
+        settings.pop("vocab.tags", None)
+    hashes.append(_hash_of_version_1(old))
+    return hashes
 
 
 def _hash_of_version_1(manifest: dict[str, Any]) -> str:
@@ -274,11 +287,15 @@ def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
     """
     data = PreparedData.open(recipe.data.folder)
     check_settings(recipe, data)
-    for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)) if texts else ():
-        then = data.manifest["inputs"].get(name)
-        if not then or not on_this_machine(corpus):
+    if not texts:
+        return data
+    for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)):
+        entries = data.manifest["inputs"].get(name)
+        if not entries or not on_this_machine(corpus):
             continue
-        if [f["bytes"] for f in then] != [f.stat().st_size for f in input_files(corpus)]:
+        then = [entry["bytes"] for entry in entries]
+        now = [file.stat().st_size for file in input_files(corpus)]
+        if then != now:
             raise changed_texts_error(data, name)
     return data
 
@@ -303,14 +320,18 @@ def check_settings(recipe: Recipe, data: PreparedData) -> None:
                             f"names; {REMEDY}")
     cleaned = [key for key in then if key.endswith(".cleaning")]
     for key in cleaned:
-        then[key] = {name: value for name, value in then[key].items()
-                     if name not in Cleaning.model_fields or value != Cleaning.default(name)}
-        if key in now and now[key].get("plugin", "") is None and then[key].get("plugin") in recipe.plugins.values():
-            now[key]["plugin"] = then[key]["plugin"]  # which has not run, since nothing has to be cleaned
+        rules = {}
+        for name, value in then[key].items():
+            if name not in Cleaning.model_fields or value != Cleaning.default(name):
+                rules[name] = value
+        then[key] = rules
+        has_not_run = key in now and now[key].get("plugin", "") is None  # since nothing has to be cleaned
+        if has_not_run and rules.get("plugin") in recipe.plugins.values():
+            now[key]["plugin"] = rules["plugin"]
     for key in (*now, *cleaned, "data.train.corpora", "data.valid.corpora", "data.shard_pairs"):
-        if then.get(key) != (value := now.get(key)):
+        if then.get(key) != now.get(key):
             raise UserError(f"prepared data {data.folder} was made with {key} {then.get(key)}, but the recipe has "
-                            f"{value}; {REMEDY}")
+                            f"{now.get(key)}; {REMEDY}")
 
 
 def check_vocabularies(model: Path) -> None:
@@ -345,22 +366,24 @@ def prepared_settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.data.shard_pairs:  # as before there were shards
         del settings["data.shard_pairs"]
     if recipe.vocab.model:  # then the others have no effect, and the path may change
-        for key in [key for key in settings if key.startswith("vocab.") and key not in ("vocab.kind", "vocab.shared")]:
-            del settings[key]
+        for key in list(settings):
+            if key.startswith("vocab.") and key not in ("vocab.kind", "vocab.shared"):
+                del settings[key]
         settings["vocab.model"] = True
     for name, text in corpora(recipe).items():
         parts = corpora_of(text)
         if tuple(parts) != ("",) or text.tag:
             settings[f"data.{name}.corpora"] = [[part, corpus.tag] for part, corpus in parts.items()]
         for part, corpus in parts.items():
+            place = f"data.{name}.{part}" if part else f"data.{name}"
             cleaning = cleaning_of(corpus).model_dump(exclude_defaults=True)
             if "language_id" in cleaning:
                 cleaning["languages"] = languages_of(recipe, cleaning_of(corpus))
                 cleaning["plugin"] = source_of("LANGUAGE_IDS", cleaning["language_id"])
             if cleaning:
-                settings[f"data.{name}{part and '.' + part}.cleaning"] = cleaning
+                settings[f"{place}.cleaning"] = cleaning
             if corpus.tsv:
-                settings[f"data.{name}{part and '.' + part}.columns"] = corpus.columns
+                settings[f"{place}.columns"] = corpus.columns
     return settings
 
 

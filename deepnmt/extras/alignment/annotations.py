@@ -91,7 +91,8 @@ def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int
             words = [len([word for word in side.split(" ") if word]) for side in pair]
             links = []
             if line is not None:
-                links = [(source + tags, target) for source, target in _links(*line, words)]
+                file, number, content = line
+                links = [(source + tags, target) for source, target in _links(file, number, content, words)]
             yield links, (words[0] + tags, words[1])
 
 

@@ -156,7 +156,8 @@ def result(record: Record) -> str:
 
 def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
     """Trains a trial to its end and returns its figures."""
-    figures = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None, "collapsed": False}
+    figures: dict[str, Any] = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None,
+                               "collapsed": False}
     with open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(file):
         try:
             run_training(recipe)
