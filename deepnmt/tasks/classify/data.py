@@ -105,14 +105,17 @@ class ClassifyData:
 def open_examples(recipe: ClassifyRecipe) -> ClassifyData:
     """Reads and segments a recipe's examples. Raises `UserError`, see `read_rows` and `segment`."""
     vocab, data = vocabulary_of(recipe), recipe.data
-    return ClassifyData(vocab, *(segment(recipe, vocab, read_rows(recipe, getattr(data, name)), name)
-                                 for name in ("train", "valid")))
+    train = segment(recipe, vocab, read_rows(recipe, data.train), "train")
+    valid = segment(recipe, vocab, read_rows(recipe, data.valid), "valid")
+    return ClassifyData(vocab, train, valid)
 
 
 def vocabulary_of(recipe: ClassifyRecipe) -> Vocabulary:
     """The vocabulary that `vocab.model` names, else that of `train.init_from`. Raises `UserError` if there is none."""
-    setting = "vocab.model" if recipe.vocab.model else "train.init_from"
-    place = Path(str(recipe.vocab.model or find_checkpoint(Path(str(recipe.train.init_from)))))
+    if recipe.vocab.model:
+        setting, place = "vocab.model", Path(recipe.vocab.model)
+    else:
+        setting, place = "train.init_from", find_checkpoint(Path(str(recipe.train.init_from)))
     files = vocabulary_files(place)
     if files is None:
         raise UserError(f"{setting} is {place}, where there is no vocabulary; give the folder of a run that has saved "
@@ -127,8 +130,11 @@ def read_rows(recipe: ClassifyRecipe, names: Sequence[str], labelled: bool = Tru
         UserError: a file cannot be read, has none of a line's columns, an empty text, or a label that is none of
             `data.labels`; with file and line. Or there is no line.
     """
-    columns, none = recipe.data.columns, True
-    asked = [columns.text] if columns.pair is None else [columns.text, columns.pair]
+    columns = recipe.data.columns
+    none = True
+    asked = [columns.text]
+    if columns.pair is not None:
+        asked.append(columns.pair)
     if labelled:
         asked.append(columns.label)
     for file in map(Path, files_of(names)):
@@ -145,9 +151,9 @@ def read_rows(recipe: ClassifyRecipe, names: Sequence[str], labelled: bool = Tru
                     raise UserError(f"{where}: the text in column {column!r} is empty; remove the line")
             if labelled and label not in recipe.data.labels:
                 near = nearest(label, recipe.data.labels)
+                way = f"did you mean {near}?" if near else "correct the line, or add the label to data.labels"
                 raise UserError(f"{where}: the label is {label!r}, but data.labels are "
-                                f"{', '.join(recipe.data.labels)}" + (f"; did you mean {near}?" if near else
-                                "; correct the line, or add the label to data.labels"))
+                                f"{', '.join(recipe.data.labels)}; {way}")
             yield Row(where, texts, label)
     if none:
         raise UserError(f"there are no examples in {', '.join(names)}; give another file")
@@ -167,10 +173,13 @@ def _cells(file: Path, columns: Sequence[Column]) -> Iterator[tuple[str, list[st
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: no JSON ({error}); write an object a line") from None
-            there = {key: str(cell) for key, cell in value.items()} if isinstance(value, dict) else {}
+            there = {}
+            if isinstance(value, dict):
+                there = {key: str(cell) for key, cell in value.items()}
+        elif header:
+            there = dict(zip(header, line.split("\t"), strict=False))
         else:
-            cells = line.split("\t")
-            there = dict(zip(header, cells, strict=False)) if header else dict(enumerate(cells, start=1))
+            there = dict(enumerate(line.split("\t"), start=1))
         for column in columns:
             if column not in there:
                 raise UserError(f"{where}: there is no column {column!r}, only {', '.join(map(str, there)) or 'none'}; "
@@ -180,7 +189,8 @@ def _cells(file: Path, columns: Sequence[Column]) -> Iterator[tuple[str, list[st
 
 def segment(recipe: ClassifyRecipe, vocab: Vocabulary, rows: Iterator[Row], name: str) -> Labelled:
     """Rows as sequences. Raises `UserError` for one that is longer than the encoder reads, with file and line."""
-    limit, numbers = recipe.model.max_length, {label: number for number, label in enumerate(recipe.data.labels)}
+    limit = recipe.model.max_length
+    numbers = {label: number for number, label in enumerate(recipe.data.labels)}
     sequences: list[list[int]] = []
     firsts: list[int] = []
     labels: list[int] = []
@@ -189,12 +199,16 @@ def segment(recipe: ClassifyRecipe, vocab: Vocabulary, rows: Iterator[Row], name
         for row in chunk:
             parts = [next(encoded) for _ in row.texts]
             room = limit - 1 - len(parts)
-            if (size := sum(map(len, parts))) > room and recipe.data.too_long == "refuse":
+            size = sum(map(len, parts))
+            if size > room and recipe.data.too_long == "refuse":
                 raise UserError(f"{row.where}: {size + 1 + len(parts)} tokens with their marks, but model.max_length "
                                 f"is {limit}; shorten the text, or set data.too_long=cut")
-            while sum(map(len, parts)) > room:
+            for _ in range(size - room):
                 max(parts, key=len).pop()
-            sequences.append([BOS, *itertools.chain.from_iterable([*part, EOS] for part in parts)])
+            sequence = [BOS]
+            for part in parts:
+                sequence += [*part, EOS]
+            sequences.append(sequence)
             firsts.append(2 + len(parts[0]))
             labels.append(numbers.get(row.label, 0))
     return Labelled(name, sequences, firsts, labels)

@@ -55,7 +55,8 @@ def _kind(recipe: Recipe) -> str:
         "llama": {"norm": ("rms_norm",), "positions": ("rotary",), "activation": ("swiglu",)}}
     kind = "llama" if model.positions == "rotary" else "gpt2"
     for name, values in wanted[kind].items():
-        if (value := getattr(model, name)) not in values:
+        value = getattr(model, name)
+        if value not in values:
             faults.append(f"model.{name} is {value}, not {either(values)}")
     if faults:
         raise UserError(f"transformers has no class for this model: {'; '.join(faults)}; use it with deepnmt")
@@ -148,7 +149,8 @@ def _theirs(kind: str, ours: dict[str, Tensor], table: Tensor, output: Tensor, l
     """The weights under the names of transformers."""
     theirs = {NAMES[kind].table: table, "lm_head.weight": output}
     for part, names in _names_of_parts(kind, layers):
-        for suffix in ("weight", "bias") if _has_bias(kind, part) else ("weight",):
+        suffixes = ("weight", "bias") if _has_bias(kind, part) else ("weight",)
+        for suffix in suffixes:
             value = ours[f"{part}.{suffix}"]
             if NAMES[kind].transposed and value.ndim > 1:
                 value = value.t()
@@ -200,7 +202,8 @@ def import_model(folder: Path, run: Path) -> str:
     }, f"the model in {folder}")
     with torch.device("meta"):
         planned = Transformer(recipe.model, vocab.size, vocab.size, recipe.seed, after_build=lambda part: None)
-    if difference := first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(ours)):
+    difference = first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(ours))
+    if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
     fill(Transformer(recipe.model, vocab.size, vocab.size, recipe.seed), ours.__getitem__)  # finds what is no number
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
@@ -211,11 +214,11 @@ def import_model(folder: Path, run: Path) -> str:
 
 def _settings(kind: str, config: dict[str, Any], folder: Path, weights: dict[str, Tensor]) -> dict[str, Any]:
     """The model section of a config.json. Raises `UserError` for what deepnmt does not compute."""
-    def require(name: str, given: Any, allowed: tuple[Any, ...]) -> Any:
-        if given not in allowed:
-            raise UserError(f"{folder}/config.json: {name} is {given!r}, but deepnmt computes "
-                            f"{either([str(value) for value in allowed])} alone, so the model cannot be imported")
-        return given
+    def require(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+        if value not in allowed:
+            raise UserError(f"{folder}/config.json: {name} is {value!r}, but deepnmt computes "
+                            f"{either(list(map(str, allowed)))} alone, so the model cannot be imported")
+        return value
 
     if kind == "gpt2":
         require("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5), (_EPS,))
@@ -258,7 +261,8 @@ def _ours(kind: str, theirs: dict[str, Tensor], layers: int) -> dict[str, Tensor
             weights = [weight.t() for weight in weights]
         ours[f"{part}.weight"] = torch.cat(weights)
         if _has_bias(kind, part):
-            biases = [theirs.get(f"{name}.bias", weight.new_zeros(len(weight)))
-                      for name, weight in zip(names, weights, strict=True)]
+            biases = []
+            for name, weight in zip(names, weights, strict=True):
+                biases.append(theirs.get(f"{name}.bias", weight.new_zeros(len(weight))))
             ours[f"{part}.bias"] = torch.cat(biases)
     return ours

@@ -55,7 +55,8 @@ def load(folder: Path, device: torch.device, which: Which = "auto") -> Loaded:
     """
     checkpoint, recipe = open_model(folder, which, "language_model")
     vocab = Vocabulary.load(checkpoint / SRC_VOCAB)
-    if difference := shapes_differ(recipe.model, vocab.size, vocab.size, model_in(checkpoint).shapes):
+    difference = shapes_differ(recipe.model, vocab.size, vocab.size, model_in(checkpoint).shapes)
+    if difference:
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: {difference}; give a checkpoint as "
                         "training wrote it")
     model = Transformer(recipe.model, vocab.size, vocab.size, recipe.seed, objective_of(recipe, vocab.size))
@@ -66,9 +67,9 @@ def load(folder: Path, device: torch.device, which: Which = "auto") -> Loaded:
 
 
 @torch.no_grad()
-def token_scores(model: Transformer, given: Tensor, targets: Tensor) -> Tensor:
-    """The log-probabilities of targets [B, T] after given [B, T], the tokens before them: fp32 [B, T], 0 at pad."""
-    hidden = model.decode(given, None, None)
+def token_scores(model: Transformer, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The log-probabilities of targets [B, T] after inputs [B, T], the tokens before them: fp32 [B, T], 0 at pad."""
+    hidden = model.decode(inputs, None, None)
     counted = targets != PAD
     scores = torch.zeros(targets.shape, device=targets.device)
     rows, wanted = hidden[counted], targets[counted]
@@ -113,15 +114,17 @@ def score_stream(
     for number in range(0, len(every), rows)[share]:
         some = every[number : number + rows]
         longest = max(end - first for first, _, end in some)
-        given, targets = (np.full((len(some), longest), PAD, dtype=np.int64) for _ in range(2))
+        inputs = np.full((len(some), longest), PAD, dtype=np.int64)
+        targets = inputs.copy()
         for row, (first, counted, end) in enumerate(some):
-            given[row, : end - first] = tokens[np.maximum(np.arange(first, end) - 1, 0)]
+            inputs[row, : end - first] = tokens[np.maximum(np.arange(first, end) - 1, 0)]
             if first in begins:
-                given[row, 0] = EOS
+                inputs[row, 0] = EOS
             targets[row, counted - first : end - first] = tokens[counted:end]
-        found = token_scores(model, *(torch.from_numpy(ids).to(device) for ids in (given, targets))).cpu().numpy()
+        logs = token_scores(model, torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+        values = logs.cpu().numpy()
         for row, (first, counted, end) in enumerate(some):
-            scores[counted:end] = found[row, counted - first : end - first]
+            scores[counted:end] = values[row, counted - first : end - first]
     return scores
 
 
@@ -144,7 +147,7 @@ def continue_text(
     cache = model.start_alone(count, len(prompt) + length)
     uniforms = torch.rand(count, 1, length, generator=torch.Generator().manual_seed(seed)).to(device)
     sample = make_sampler(uniforms, temperature, top_k, top_p)
-    never = [BOS, PAD, *([] if unknown else [UNK])]
+    never = [BOS, PAD] if unknown else [BOS, PAD, UNK]
     rows = torch.arange(count, device=device)
     for token in (EOS, *prompt):
         hidden = model.step(torch.full((count,), token, device=device), cache)
@@ -155,4 +158,6 @@ def continue_text(
         drawn.append(sample(logits, rows, step))
         if step + 1 < length:
             hidden = model.step(drawn[-1], cache)
-    return torch.stack(drawn, 1).tolist() if drawn else [[] for _ in range(count)]
+    if not drawn:
+        return [[] for _ in range(count)]
+    return torch.stack(drawn, 1).tolist()

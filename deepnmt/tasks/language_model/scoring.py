@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,8 @@ def evaluate_run(
     Raises:
         UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model.
     """
-    data, window = PreparedText.open(recipe, texts=False), texts_of(recipe).block
+    data = PreparedText.open(recipe, texts=False)
+    window = texts_of(recipe).block
     limit = recipe.model.max_length
     if not 0 <= context < window <= limit:
         raise UserError(f"--context is {context} and data.block {window}; the context must be 0 or more and below "
@@ -47,7 +49,8 @@ def evaluate_run(
         raise UserError(f"{data.folder} was prepared with another vocabulary than that of {loaded.checkpoint}; set "
                         "data.folder to the text that the run was trained with")
     named = [name.removeprefix("test.") for name in data.manifest["splits"] if name.startswith("test.")]
-    rows, scores = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")], {}
+    rows = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")]
+    scores = {}
     for name in tests or named or ["valid"]:
         split = "valid" if name == "valid" else f"test.{name}"
         if split not in data.manifest["splits"]:
@@ -57,10 +60,10 @@ def evaluate_run(
                              ranks.device, slice(ranks.rank, None, ranks.world))
         [nll] = ranks.sum([-float(every.sum())])
         counts = data.counts(split)
-        found = figures(nll, counts)
-        scores[name] = {**found, "perplexity": math.exp(min(nll / counts["tokens"], 50.0)), "nll": nll, **counts}
-        rows.append((name, f"{counts['words']:,}", f"{counts['tokens']:,}", f"{found['word_perplexity']:.2f}",
-                     f"{scores[name]['perplexity']:.2f}", f"{found['bits_per_byte']:.4f}"))
+        measured = figures(nll, counts)
+        scores[name] = {**measured, "perplexity": math.exp(min(nll / counts["tokens"], 50.0)), "nll": nll, **counts}
+        rows.append((name, f"{counts['words']:,}", f"{counts['tokens']:,}", f"{measured['word_perplexity']:.2f}",
+                     f"{scores[name]['perplexity']:.2f}", f"{measured['bits_per_byte']:.4f}"))
     if ranks.first:
         with reporting(f"perplexity.json in {recipe.run}", "free disk space, or give write permission"):
             write_json(Path(recipe.run) / "perplexity.json", {
@@ -89,7 +92,7 @@ def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoin
                             f"at most {limit} (model.max_length); divide the line")
     lengths = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.array([token for ids in encoded for token in (*ids, EOS)], dtype=np.int64)
+    tokens = np.array(list(chain.from_iterable([*ids, EOS] for ids in encoded)), dtype=np.int64)
     window = int(lengths.max(initial=1))
     scores = score_stream(loaded.model, tokens, offsets, window, 0, max(recipe.batch.tokens, window), ranks.device)
     if output != "-":

@@ -83,13 +83,17 @@ def read_units(recipe: MaskedRecipe, split: str) -> Iterator[tuple[str, list[str
     Raises:
         UserError: a file cannot be read, or is no text; a line or a document is empty; a text has none.
     """
-    files, whole = PreparedText.files(recipe)[split], recipe.data.unit == "documents"
+    files = PreparedText.files(recipe)[split]
+    whole = recipe.data.unit == "documents"
     empty = True
+    document: list[str] = []
     for file in files:
-        begin, document = 1, []
-        number = 0
+        begin, number = 1, 0
+        document = []
         for number, line in enumerate(read_lines(file), start=1):
-            text = line.strip().lower() if recipe.data.lowercase else line.strip()
+            text = line.strip()
+            if recipe.data.lowercase:
+                text = text.lower()
             if text and whole:
                 document.append(text)
             elif text:

@@ -77,11 +77,13 @@ def recognise(
     """
     positions = [-(-len(frames) // SHORTER) for frames in features]
     order = sorted(range(len(features)), key=lambda i: (-positions[i], i))
-    numbers = range(1, len(features) + 1) if numbers is None else numbers
+    if numbers is None:
+        numbers = range(1, len(features) + 1)
     results: list[list[Hypothesis]] = [[] for _ in features]
     barred = () if settings.unknown else (UNK,)
     width: int = getattr(settings, SEARCHES[settings.method].width)
-    device, done = model.output_weight.device, 0
+    device = model.output_weight.device
+    done = 0
     remedy = f"lower translate.beam ({settings.beam:,}) or translate.batch_tokens ({settings.batch_tokens:,})"
     with evaluating(model), torch.inference_mode(), enough_memory(remedy):
         while done < len(order):
@@ -116,7 +118,9 @@ def recognise_shared(
         return [list(map(asdict, best)) for best in results]
 
     def length(utterance: Utterance) -> int:
-        return utterance.file.stat().st_size if utterance.file.is_file() else 0
+        if not utterance.file.is_file():
+            return 0
+        return utterance.file.stat().st_size
 
     for best in share(utterances, length, work, ranks, progress):
         yield [Hypothesis(**hypothesis) for hypothesis in best]

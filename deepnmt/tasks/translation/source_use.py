@@ -102,14 +102,22 @@ def collapse_note(recipe: Recipe, update: int, use: SourceUse) -> str | None:
 def measure_validation_text(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, SourceUse]:
     """The figures of each corpus of the validation text, by name. Sources are shuffled within a corpus, because the tag
     of another language would tell by itself. Collective."""
-    split, corpora = data.split("valid").truncated(recipe.model.max_length), data.corpora("valid")
+    split = data.split("valid").truncated(recipe.model.max_length)
+    corpora = rows_of_corpora(data)
     sentences = min(SENTENCES, max(LEAST, len(split) // 16))
-    uses, begin = {}, 0
-    for name, size in corpora.items():
-        rows = range(begin, begin := begin + size)
-        if size > 1:
-            uses[name] = measure_source_use(engine, recipe, split, rows, ranks, max(2, sentences // len(corpora)))
-    return uses
+    each = max(2, sentences // len(corpora))
+    return {name: measure_source_use(engine, recipe, split, rows, ranks, each)
+            for name, rows in corpora.items() if len(rows) > 1}
+
+
+def rows_of_corpora(data: PreparedData) -> dict[str, range]:
+    """The sentences of each corpus of the validation text, by name."""
+    rows: dict[str, range] = {}
+    begin = 0
+    for name, size in data.corpora("valid").items():
+        rows[name] = range(begin, begin + size)
+        begin += size
+    return rows
 
 
 def measure_source_use(
@@ -118,13 +126,15 @@ def measure_source_use(
     """The figures of an engine's present weights on up to `sentences` of these sentences, of which there are two or
     more. The same on every process. Collective."""
     own, shuffled = paired_batches(split, rows, sentences, BATCH, ranks.device)
-    turns = range(engine.data_rank, len(own), engine.data_world)
-    spare = own[:1] * (-(-len(own) // engine.data_world) - len(turns))  # all processes pass equally many
-    mine, others = [own[turn] for turn in turns], [shuffled[turn] for turn in turns]
+    mine = own[engine.data_rank::engine.data_world]
+    mine_shuffled = shuffled[engine.data_rank::engine.data_world]
+    spare = []
+    if len(mine) < math.ceil(len(own) / engine.data_world):  # all processes pass equally many
+        spare = own[:1]
     with _watching(engine.module, mine) as sums:
-        first = engine.evaluate([*mine, *spare])
-    second = engine.evaluate([*others, *spare])
-    losses = [sum(nll for _, nll in results[: len(mine)]) for results in (first, second)]
+        results = engine.evaluate([*mine, *spare])
+    shuffled_results = engine.evaluate([*mine_shuffled, *spare])
+    losses = [sum(nll for _, nll in results[:len(mine)]), sum(nll for _, nll in shuffled_results[:len(mine)])]
     return _figures(sums, losses, {side: recipe.model.shape(side).width for side in SIDES}, ranks)
 
 
@@ -140,13 +150,16 @@ def paired_batches(
     plan = plan_eval(split.src_lengths[rows.start:rows.stop], split.trg_lengths[rows.start:rows.stop], tokens)
     chosen = np.linspace(0, len(plan.order) - 1, min(sentences, len(plan.order))).astype(np.int64)
     order = rows.start + plan.order[chosen]
-    before, own, shuffled, start = np.roll(order, 1), [], [], 0
+    before = np.roll(order, 1)
+    own, shuffled = [], []
+    start = 0
     while start < len(order):
         longest = max(int(split.src_lengths[order[start]]), int(split.trg_lengths[order[start]]))
         end = start + max(1, tokens // longest)
-        batch, other = (collate(split, indices[start:end], 0, device) for indices in (order, before))
+        batch = collate(split, order[start:end], 0, device)
+        neighbours = collate(split, before[start:end], 0, device)
         own.append(batch)
-        shuffled.append(batch.with_tensors(src=other["src"], src_lengths=other["src_lengths"]))
+        shuffled.append(batch.with_tensors(src=neighbours["src"], src_lengths=neighbours["src_lengths"]))
         start = end
     return own, shuffled
 
@@ -157,24 +170,29 @@ def _watching(module: nn.Module, batches: Sequence[Batch]) -> Iterator[dict[str,
     sums: dict[str, Tensor] = {}
 
     def add(name: str, value: Tensor) -> None:
-        sums[name] = sums[name] + value if name in sums else value
+        if name in sums:
+            value = sums[name] + value
+        sums[name] = value
 
     def see_output(side: Side, turns: Iterator[Batch], _module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        if batch := next(turns, None):
+        batch = next(turns, None)
+        if batch is not None:
             vectors = output[_tokens(batch, side)].double()  # [N, D]
             add(f"{side} vectors", vectors.sum(0))
             add(f"{side} squares", vectors.square().sum())
             add(f"{side} tokens", vectors.new_full((), len(vectors)))
 
     def see_scores(turns: Iterator[Batch], scores: Tensor) -> None:
-        if batch := next(turns, None):
+        batch = next(turns, None)
+        if batch is not None:
             lengths = batch["src_lengths"]
             counted = _tokens(batch, "decoder") & (lengths > 1)[:, None]  # log 1 is 0
             entropy = torch.special.entr(scores.softmax(3)).sum(3).mean(1) / lengths.log()[:, None]  # [B, T]
             add("entropy", entropy[counted].double().sum())
             add("attentions", counted.sum().double())
 
-    parts, handles = dict(module.named_modules()), []
+    parts = dict(module.named_modules())
+    handles = []
     for side in SIDES:
         if f"{side}.norm" in parts:
             handles.append(parts[f"{side}.norm"].register_forward_hook(partial(see_output, side, iter(batches))))
@@ -206,10 +224,11 @@ def _figures(sums: dict[str, Tensor], losses: Sequence[float], widths: dict[Side
     own, shuffled, *values = ranks.sum(values)
     total = dict(zip(singles, values))
     vectors = np.split(np.array(values[len(singles):]), [widths["encoder"]])
-    encoder, decoder = (_share(float(vector @ vector), total[f"{side} tokens"] * total[f"{side} squares"])
-                        for side, vector in zip(SIDES, vectors, strict=True))
-    gain, entropy = (shuffled - own) / total["decoder tokens"], _share(total["entropy"], total["attentions"])
-    return SourceUse(gain, encoder, decoder, entropy)
+    shares = []
+    for side, vector in zip(SIDES, vectors, strict=True):
+        shares.append(_share(float(vector @ vector), total[f"{side} tokens"] * total[f"{side} squares"]))
+    gain = (shuffled - own) / total["decoder tokens"]
+    return SourceUse(gain, shares[0], shares[1], _share(total["entropy"], total["attentions"]))
 
 
 def _share(part: float, whole: float) -> float:

@@ -87,7 +87,9 @@ def _warn(recipe: Recipe, update: int, figures: Figures) -> str | None:
 
 def _explain(record: Mapping[str, Any]) -> list[str]:
     use = SourceUse.of(record)
-    return [f"At the validation of update {record['update']}, {use}."] if use else []
+    if use is None:
+        return []
+    return [f"At the validation of update {record['update']}, {use}."]
 
 
 TASK = Task(_check, open_prepared, PreparedData.verify_as_read, _stream, _start, validate, _files, prepare=_prepare,

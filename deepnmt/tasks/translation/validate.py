@@ -23,7 +23,7 @@ from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
-from deepnmt.tasks.translation.source_use import measure_validation_text
+from deepnmt.tasks.translation.source_use import measure_validation_text, rows_of_corpora
 from deepnmt.training.task import Figures, Validation
 from deepnmt.training.validation import sum_losses
 from deepnmt.visitors import visitor_modules
@@ -36,13 +36,16 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
     split, text = data.split("valid"), recipe.data.valid
     measures = []
     for visitor in visitor_modules("validation"):
-        if measure := visitor.measure(recipe, data):
+        measure = visitor.measure(recipe, data)
+        if measure:
             measures.append(measure)
-    model = engine.gather_model() if recipe.train.valid_bleu or measures else None
+    model = None
+    if recipe.train.valid_bleu or measures:
+        model = engine.gather_model()
     uses = measure_validation_text(recipe, data, engine, ranks)
-    sums, results, begin = np.zeros(3), {}, 0
-    for name, size in data.corpora("valid").items():
-        rows = range(begin, begin := begin + size)
+    sums = np.zeros(3)
+    results = {}
+    for name, rows in rows_of_corpora(data).items():
         losses = ranks.sum(losses_of(recipe, split.truncated(recipe.model.max_length), rows, engine, ranks))
         figures: dict[str, float | str] = {}
         if model is not None:
@@ -85,13 +88,16 @@ def _validation(recipe: Recipe, sums: Sequence[float], figures: Figures) -> Vali
         return Validation.of_sums(sums, figures, WORST)
     lower_is_better = by in recipe.metrics and recipe.metrics[by].lower_is_better
     value = float(figures[by])
-    return Validation.of_sums(sums, figures, value if lower_is_better else -value)
+    if not lower_is_better:
+        value = -value
+    return Validation.of_sums(sums, figures, value)
 
 
 def losses_of(recipe: Recipe, split: Split, rows: range, engine: Engine, ranks: Ranks) -> list[float]:
     """This process's share of the sums (loss, nll, target tokens) over these sentences."""
     plan = plan_eval(split.src_lengths[rows.start:rows.stop], split.trg_lengths[rows.start:rows.stop],
                      recipe.batch.tokens)
+
     def batch(indices: Indices, device: torch.device) -> Batch:
         return collate(split, rows.start + indices, 0, device)
 
@@ -109,7 +115,8 @@ class Texts(NamedTuple):
 def translate_greedily(recipe: Recipe, data: PreparedData, split: Split, rows: range, model: Transformer, ranks: Ranks
                        ) -> Texts:
     """Translates the first of these sentences. Collective."""
-    some = slice(rows.start, min(rows.stop, rows.start + (recipe.train.valid_sentences or len(rows))))
+    count = min(recipe.train.valid_sentences or len(rows), len(rows))
+    some = slice(rows.start, rows.start + count)
     sources, references = split.src_text()[some], split.trg_text()[some]
     settings = Translate(method="greedy", batch_tokens=recipe.translate.batch_tokens)
     # without warnings, which would repeat for the same lines at every validation
