@@ -384,8 +384,10 @@ def open_model(
     if recipe.model_has_plugins:
         require_same(recipe.plugins, checkpoint)
     if task is not None and recipe.task != task and not (alone and recipe.translates):
-        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of {task}; give another "
-                        "checkpoint")
+        way = "give another checkpoint"
+        if task == "translation" and recipe.translates:
+            way = "deepnmt translate and deepnmt evaluate use it as it is, for all else give a model with an encoder"
+        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of {task}; {way}")
     return checkpoint, recipe
 
 

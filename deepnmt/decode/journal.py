@@ -7,7 +7,8 @@ holds `journal.json`, which says by which model and with which settings, and of 
 
 The number of the chunk and of the output; the hashes of the chunk's lines and of the file. So a translation goes only
 to the lines that it is of. Part i of n translates every n-th chunk, and whoever finishes the last one joins all. No
-byte of the output depends on n, on the order, or on what was interrupted.
+byte of the output depends on n, on the order, or on what was interrupted. What a killed process was writing, a `.tmp-*`
+of one chunk, goes with the folder: removed earlier, it might be what another part is writing.
 """
 
 from __future__ import annotations

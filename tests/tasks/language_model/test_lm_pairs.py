@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from warm import Warm
 
+from deepnmt.api import load
 from deepnmt.cli import main
 from deepnmt.config import Recipe, check_recipe, dump_recipe, load_recipe
 from deepnmt.data.batching import START
@@ -395,3 +396,5 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
     ):
         assert main(command, [run, *words]) == 2
         assert said in capsys.readouterr().err, (command, words)
+    with pytest.raises(UserError, match="must be one of translation; deepnmt translate and deepnmt evaluate use it"):
+        load(run)
