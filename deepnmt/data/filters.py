@@ -241,8 +241,10 @@ def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
     hashes, near = array("Q"), array("Q")
     overlap = 0
     clean = rules.clean
-    cleaning = [(code_of(name), leaves_out) for name, leaves_out in CLEANING.items()
-                if getattr(clean, name) != clean.default(name)]
+    cleaning = []
+    for name, leaves_out in CLEANING.items():
+        if getattr(clean, name) != clean.default(name):
+            cleaning.append((code_of(name), leaves_out))
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, CHUNK)):
         chunk_codes = [_code_of_pair(src, trg, rules) for src, trg, _ in chunk]

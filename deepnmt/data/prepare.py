@@ -138,14 +138,18 @@ def _report(recipe: Recipe, texts: dict[str, Corpus]) -> None:
             print_status(f"{name}, {corpus}: {counts['pairs']:,} of {counts['read']:,} pairs; "
                          f"left out: {format_reasons(counts['left_out'])}")
     train = data.manifest["splits"]["train"]
-    if (overlap := train.get("overlap")) and not recipe.data.filters.drop_overlap:
-        where = format_reasons({corpus: counts["overlap"] for corpus, counts in train.get("by_corpus", {}).items()})
+    overlap = train.get("overlap")
+    if overlap and not recipe.data.filters.drop_overlap:
+        where = ""
+        if "by_corpus" in train:
+            overlaps = {corpus: counts["overlap"] for corpus, counts in train["by_corpus"].items()}
+            where = f" ({format_reasons(overlaps)})"
         print_status(f"warning: {overlap:,} of {train['read']:,} training pairs have a sentence of the validation or a "
-                     f"test text{f' ({where})' if 'by_corpus' in train else ''}; to leave them out, set "
-                     "data.filters.drop_overlap=true")
+                     f"test text{where}; to leave them out, set data.filters.drop_overlap=true")
     stream = training_stream(recipe, data, stream_kind(recipe, data))
-    kind = (f"micro-batches of up to {recipe.batch.tokens:,} tokens a side" if recipe.batch.update_tokens is None else
-            f"updates of about {recipe.batch.update_tokens:,} target tokens")
+    kind = f"micro-batches of up to {recipe.batch.tokens:,} tokens a side"
+    if recipe.batch.update_tokens is not None:
+        kind = f"updates of about {recipe.batch.update_tokens:,} target tokens"
     print_status(f"an epoch is {stream.epoch_size(0):,} {kind}; {stream.waste(0):.1%} of the positions are padding")
 
 
@@ -300,7 +304,8 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
         encoded[name] = _encode(folder, name, texts[name], text_codes, ends[name], of_text, sizes, workers)
     splits = {name: counts for name, (counts, _) in encoded.items()}
     splits["train"]["overlap"] = sum(overlaps)
-    if by_corpus := _count_by_corpus(encoded["train"][1], ends["train"], overlaps):
+    by_corpus = _count_by_corpus(encoded["train"][1], ends["train"], overlaps)
+    if by_corpus:
         splits["train"]["by_corpus"] = by_corpus
     return {"settings": prepared_settings(recipe), "vocab": vocabs, "splits": splits}
 
@@ -350,8 +355,14 @@ def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str,
         final, counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, workers,
                                     annotations_of(text), 0, progress)
     require_pairs(final)
-    corpora = {part: int(np.count_nonzero(final[start:end] == KEPT))
-               for (part, end), start in zip(ends.items(), [0, *ends.values()])}
-    if empty := [part for part, pairs in corpora.items() if not pairs]:
+    corpora = {}
+    start = 0
+    for part, end in ends.items():
+        corpora[part] = int(np.count_nonzero(final[start:end] == KEPT))
+        start = end
+    empty = [part for part, pairs in corpora.items() if not pairs]
+    if empty:
         raise no_pairs_left(empty, name)
-    return {**({} if "" in corpora else {"corpora": corpora}), **counts}, final
+    if "" not in corpora:
+        counts = {"corpora": corpora, **counts}
+    return counts, final

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,12 +77,16 @@ def split_corpus(
                         "or larger shares")
 
     held_out = sources["valid"] | sources["test"]
-    train = (pair for pair in read_pairs(corpus)
-             if split_of(pair[1], valid, test) == "train" and normalised(pair[0]) not in held_out)
+
+    def of_training() -> Iterator[Pair]:
+        for source, target in read_pairs(corpus):
+            if split_of(target, valid, test) == "train" and normalised(source) not in held_out:
+                yield source, target
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         counts = {}
-        for name, pairs in (("train", train), *texts.items()):
+        for name, pairs in (("train", of_training()), *texts.items()):
             counts[name] = write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None

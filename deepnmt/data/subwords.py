@@ -100,7 +100,11 @@ class BpeDropout(Sampler):
             ends[left], ends[middle], starts[right] = right, 0, left
             offer(starts[left], left)
             offer(left, right)
-        return [i for start, end in enumerate(ends) if end for i in self._vocab.ids(word[start:end])], turns
+        ids = []
+        for start, end in enumerate(ends):
+            if end:
+                ids += self._vocab.ids(word[start:end])
+        return ids, turns
 
 
 class UnigramSampling(Sampler):

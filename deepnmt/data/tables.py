@@ -84,9 +84,12 @@ def _place(file: Path, header: list[str], column: int | str) -> int:
 def _of_cells(line: str, file: Path, number: int, places: Sequence[int]) -> Row:
     cells = line.split("\t")
     if len(cells) < max(places):
-        raise UserError(f"{file}, line {number}: {len(cells)} column{'s' * (len(cells) != 1)}, but 'columns' is "
+        columns = "column" if len(cells) == 1 else "columns"
+        raise UserError(f"{file}, line {number}: {len(cells)} {columns}, but 'columns' is "
                         f"{list(places)} (counted from 1); correct the line or the setting")
-    score = _score(cells[places[2] - 1], f"{file}, line {number}", places[2]) if places[2:] else None
+    score = None
+    if places[2:]:
+        score = _score(cells[places[2] - 1], f"{file}, line {number}", places[2])
     return cells[places[0] - 1], cells[places[1] - 1], score
 
 

@@ -104,10 +104,13 @@ def arriving_lines(descriptor: int, name: str) -> Iterator[list[str]]:
         end = rest.rfind(b"\n") + 1
         if ended or len(rest) - end > LONGEST_LINE:
             end = len(rest)
-        whole, rest = rest[:end].split(b"\n"), rest[end:]
+        whole = rest[:end].split(b"\n")
+        rest = rest[end:]
+        if not whole[-1]:
+            whole.pop()
         lines: list[str] = []
         try:
-            for line in whole if whole[-1] else whole[:-1]:
+            for line in whole:
                 number += 1
                 lines.append(_sentence(line, number, name))
         finally:
@@ -117,9 +120,10 @@ def arriving_lines(descriptor: int, name: str) -> Iterator[list[str]]:
 
 def _sentence(line: bytes, number: int, name: str) -> str:
     """Line `number` of a text as text, without its end. Raises `UserError`."""
-    if number == 1 and (begin := next(filter(line.startswith, BINARY), None)):
-        what, way = BINARY[begin]
-        raise UserError(f"{name} is {what} and no text; {way}")
+    if number == 1:
+        for begin, (what, way) in BINARY.items():
+            if line.startswith(begin):
+                raise UserError(f"{name} is {what} and no text; {way}")
     if len(line) > LONGEST_LINE:
         raise UserError(f"{name}, line {number}: longer than {LONGEST_LINE >> 20} MiB, so it is no sentence; give a "
                         "text with one sentence a line")
@@ -255,7 +259,8 @@ def read_rows(text: Corpus, tags: bool = True) -> Iterator[Row]:
         files = input_files(corpus)[:len(pair_files(corpus))]
         empty = True
         tag = f"{corpus.tag} " if corpus.tag and tags else ""
-        for src, trg, score in (_rows_of_tables(files, corpus) if corpus.tsv else _rows_of_two(files)):
+        rows = _rows_of_tables(files, corpus) if corpus.tsv else _rows_of_two(files)
+        for src, trg, score in rows:
             empty = False
             yield tag + src.strip(), trg.strip(), score
         if empty:

@@ -59,10 +59,12 @@ def train_vocabulary(sentences: Iterable[str], settings: config.Vocab, tags: Seq
 
 def _size_fault(message: str, settings: config.Vocab) -> Exception:
     """The `UserError` for an error of SentencePiece's trainer that the user can correct, else a `RuntimeError`."""
-    if largest := re.search(r"set it to a value <= (\d+)", message):
+    largest = re.search(r"set it to a value <= (\d+)", message)
+    if largest:
         return UserError(f"vocab.size is {settings.size}, but the training text gives at most {largest[1]} "
                          f"{settings.kind} pieces; set vocab.size to {largest[1]} or less")
-    if smallest := re.search(r"required_chars\. \d+ vs (\d+)", message):
+    smallest = re.search(r"required_chars\. \d+ vs (\d+)", message)
+    if smallest:
         return UserError(f"vocab.size is {settings.size}, but the training text has characters for {smallest[1]} "
                          f"pieces; set vocab.size to {smallest[1]} or more, or vocab.character_coverage lower")
     if "sentences_.empty()" in message or "all_chars_count" in message:
@@ -114,7 +116,9 @@ def given_vocabularies(settings: config.Vocab, tags: Sequence[str]) -> list[byte
         if tag not in models[0].tags:
             raise UserError(f"the tag {tag!r} is not a piece of the vocabulary that vocab.model names, {name}, whose "
                             f"tags are {', '.join(models[0].tags) or 'none'}; remove the tag, or train a vocabulary")
-    return [model.bytes for model in models[:1 if settings.shared else 2]]
+    if settings.shared:
+        return [models[0].bytes]
+    return [model.bytes for model in models]
 
 
 class Vocabulary:
@@ -142,8 +146,10 @@ class Vocabulary:
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.size: int = self._processor.get_piece_size()
         self._bytes = any(self._processor.is_byte(i) for i in range(self.size))
-        self.tags: dict[str, int] = {self._processor.id_to_piece(i): i for i in range(self.size)
-                                     if self._processor.is_control(i) and i not in special}
+        self.tags: dict[str, int] = {}
+        for number in range(self.size):
+            if self._processor.is_control(number) and number not in special:
+                self.tags[self._processor.id_to_piece(number)] = number
 
     @property
     def kind(self) -> str:
@@ -205,8 +211,11 @@ class Vocabulary:
     def pieces(self) -> dict[str, Piece]:
         """The pieces that text can be segmented into, without unk, bos, eos, pad and single bytes."""
         model = self._processor
-        return {model.id_to_piece(i): Piece(i, model.get_score(i)) for i in range(self.size)
-                if not (model.is_unknown(i) or model.is_control(i) or model.is_byte(i))}
+        pieces = {}
+        for number in range(self.size):
+            if not (model.is_unknown(number) or model.is_control(number) or model.is_byte(number)):
+                pieces[model.id_to_piece(number)] = Piece(number, model.get_score(number))
+        return pieces
 
     def ids(self, piece: str) -> list[int]:
         """The id of a piece. For a character that is not one: the ids of its bytes with byte fallback, else unk."""

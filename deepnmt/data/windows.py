@@ -93,7 +93,9 @@ class Windows:
         blocks = self._blocks[corpus]
         sizes = np.array([block.stop - block.start for block in blocks])
         total = int(sizes.sum())
-        for number in range(start // total, -(-stop // total)) if start < stop else ():
+        if start >= stop:
+            return
+        for number in range(start // total, -(-stop // total)):
             order = random_order(len(blocks), self._seed, corpus, number, 6)
             ends = np.cumsum(sizes[order]) + number * total
             first, last = np.searchsorted(ends, (start, stop - 1), side="right").tolist()

@@ -75,7 +75,8 @@ def diagnose(words: list[str]) -> None:
     from deepnmt.extras.doctor.diagnose import default_checkpoint, diagnose
     from deepnmt.processes.launch import rank_from_environment
 
-    if (count := rank_from_environment()[1]) > 1:
+    count = rank_from_environment()[1]
+    if count > 1:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
                         "alone, and say with --processes how many training will run on")
     with processes_of(recipe) as ranks:

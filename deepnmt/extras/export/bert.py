@@ -163,7 +163,8 @@ def from_bert(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
                      for name in ("query", "key", "value")]
             found[f"encoder.layers.{layer}.self_attn.qkv.{part}"] = torch.cat(three)
     found["head.bias"] = take("cls.predictions.bias")
-    if rest := [name for name in sorted(theirs) if not name.startswith(_DROPPED)]:
+    rest = [name for name in sorted(theirs) if not name.startswith(_DROPPED)]
+    if rest:
         raise UserError(f"the model has a weight {rest[0]}, for which deepnmt's has no place; give a plain "
                         "BertForMaskedLM")
     return found
@@ -217,19 +218,20 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
         UserError: the folder holds no such model, or one that deepnmt does not compute.
     """
     try:
-        sizes = {ours: int(config[theirs]) for ours, theirs in (
-            ("width", "hidden_size"), ("heads", "num_attention_heads"), ("ffn", "intermediate_size"),
-            ("max_length", "max_position_embeddings"), ("layers", "num_hidden_layers"))}
+        layers = int(config["num_hidden_layers"])
+        sizes = {"width": int(config["hidden_size"]), "heads": int(config["num_attention_heads"]),
+                 "ffn": int(config["intermediate_size"]), "max_length": int(config["max_position_embeddings"])}
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}/config.json has no number for {error}, as that of a BERT model has") from None
-    activation = {"swish": "silu"}.get(str(config.get("hidden_act")), str(config.get("hidden_act")))
+    activation = str(config.get("hidden_act"))
+    if activation == "swish":
+        activation = "silu"
     if activation not in ACTIVATIONS:
         raise UserError(f"{folder}/config.json has hidden_act {activation}, which deepnmt does not have")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise UserError(f"{folder}/config.json has position_embedding_type {config['position_embedding_type']}; "
                         "deepnmt imports absolute positions")
     vocab, order = _vocabulary(folder)
-    layers = sizes.pop("layers")
     recipe = check_recipe({
         "run": str(run), "task": TASK,
         "data": {"folder": f"data/{run.name}", "train": ["train.txt"], "valid": ["valid.txt"],
@@ -247,7 +249,8 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
                             "model's own vocabulary")
         weights[name] = weights[name][order]
     shapes = shapes_by_name(_build(recipe, len(order)))
-    if difference := first_difference(shapes, {name: tuple(tensor.shape) for name, tensor in weights.items()}):
+    difference = first_difference(shapes, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
     files = {"src.spm": vocab, "trg.spm": vocab}
@@ -280,7 +283,8 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder}/vocab.txt cannot be read ({error}); give a folder with vocab.txt, BERT's "
                         "vocabulary") from None
-    if missing := [piece for piece in _SPECIAL if piece not in pieces]:
+    missing = [piece for piece in _SPECIAL if piece not in pieces]
+    if missing:
         raise UserError(f"{folder}/vocab.txt has no {missing[0]}, so it is none of BERT's; give the model's own")
     kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]

@@ -79,6 +79,7 @@ def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]
         if Path(report.get("checkpoint", "")).resolve() != loaded.folder.resolve():
             continue
         for test, scores in report.get("sets", {}).items():
-            rows += [(f"{metric}, {test}", scores[metric], scores[f"{metric}_signature"])
-                     for metric in ("bleu", "chrf", "ter") if f"{metric}_signature" in scores]
+            for metric in ("bleu", "chrf", "ter"):
+                if f"{metric}_signature" in scores:
+                    rows.append((f"{metric}, {test}", scores[metric], scores[f"{metric}_signature"]))
     return rows

@@ -19,9 +19,11 @@ from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.feedforward import ACTIVATIONS
 
 POSITIONS = 1025  # rows of the position tables at least: CTranslate2 reads up to 1,024 pieces unless told otherwise
-_ACTIVATIONS = {name: kind for kind, names in (
-    (common_spec.Activation.RELU, ("relu", "reglu")), (common_spec.Activation.GELU, ("gelu", "geglu")),
-    (common_spec.Activation.SWISH, ("silu", "swiglu"))) for name in names}
+_ACTIVATIONS = {
+    "relu": common_spec.Activation.RELU, "reglu": common_spec.Activation.RELU,
+    "gelu": common_spec.Activation.GELU, "geglu": common_spec.Activation.GELU,
+    "silu": common_spec.Activation.SWISH, "swiglu": common_spec.Activation.SWISH,
+}
 # The norms before and after each sub-layer of a Peri-LN layer; those of others are parts of the sub-layers.
 _PERI_NORMS = {
     "self_attn": ("input_layer_norm", "post_attention_layer_norm"),

@@ -32,7 +32,8 @@ def read_exported(folder: Path) -> dict[str, Any]:
     names = manifest["files"].keys()
     folders.check_files(folder, manifest, names - {CARD}, (), KIND)
     beside = {file.name for file in folder.iterdir() if file.suffix in _OPENED}
-    if stray := sorted(beside - {*names, FACTS}):
+    stray = sorted(beside - {*names, FACTS})
+    if stray:
         raise DamagedFolder(folder, f"{FACTS} does not name {stray[0]}, which is none of the model's files", KIND)
     return manifest
 

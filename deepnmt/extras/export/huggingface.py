@@ -58,18 +58,19 @@ def write_huggingface(loaded: LoadedModel, folder: Path, precision: str = "fp32"
             weights[f"model.{side}.embed_positions.weight"] = _fp32(plain.positions(side, rows))
     ids = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD, "decoder_start_token_id": BOS,
            "forced_eos_token_id": None}
-    shapes = {f"{side}_{key}": value for side in SIDES for key, value in
-              (("layers", settings.stack(side).layers), ("attention_heads", plain.heads(side)),
-               ("ffn_dim", settings.shape(side).ffn))}
-    config = {
+    shapes: dict[str, int] = {}
+    for side in SIDES:
+        shapes |= {f"{side}_layers": settings.stack(side).layers, f"{side}_attention_heads": plain.heads(side),
+                   f"{side}_ffn_dim": settings.shape(side).ffn}
+    config: dict[str, Any] = {
         "model_type": model_type, "architectures": [name], "d_model": widths.pop(), **shapes,
         "activation_function": settings.activation, "dropout": settings.dropout,
         "attention_dropout": settings.attention_dropout, "activation_dropout": settings.activation_dropout,
         "scale_embedding": plain.scaled("encoder"), "max_position_embeddings": rows,
         "vocab_size": loaded.src_vocab.size, "tie_word_embeddings": tied, **ids,
-        **({"decoder_vocab_size": loaded.trg_vocab.size, "share_encoder_decoder_embeddings": tied}
-           if model_type == "marian" else {}),
     }
+    if model_type == "marian":
+        config |= {"decoder_vocab_size": loaded.trg_vocab.size, "share_encoder_decoder_embeddings": tied}
     generation = {**ids, "num_beams": 5, "length_penalty": 1.0, "early_stopping": True,
                   "max_length": settings.max_length}
     data = loaded.recipe.data
@@ -154,7 +155,10 @@ class Engine:
 
 
 def _without_end(tokens: list[int]) -> list[int]:
-    return tokens[: next((i for i, token in enumerate(tokens) if token in (EOS, PAD)), len(tokens))]
+    for place, token in enumerate(tokens):
+        if token in (EOS, PAD):
+            return tokens[:place]
+    return tokens
 
 
 def _mask(src: Tensor, lengths: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     if (folder / FACTS).is_file() and "files" in read_json(folder, FACTS, KIND):  # deepnmt's own, of 0.3 or newer
         read_exported(folder)
     if (folder / "config.json").is_file():
-        if (config := _json(folder / "config.json", dict[str, Any])).get("model_type") == "bert":
+        config = _json(folder / "config.json", dict[str, Any])
+        if config.get("model_type") == "bert":
             from deepnmt.extras.export.bert import import_bert
 
             return import_bert(folder, run, config)
@@ -158,9 +159,11 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     sizes = (Vocabulary(foreign.vocabs[0]).size, Vocabulary(foreign.vocabs[1]).size)
     with torch.device("meta"):  # of the right shapes before it takes memory
         planned = Transformer(recipe.model, *sizes, recipe.seed, after_build=lambda part: None)
-    if difference := first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(weights)):
+    difference = first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(weights))
+    if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
-    if bad := next((name for name, tensor in weights.items() if not bool(tensor.isfinite().all())), None):
+    bad = next((name for name, tensor in weights.items() if not bool(tensor.isfinite().all())), None)
+    if bad:
         raise UserError(f"{folder} has weights that are no numbers, in {bad}; give a model that has not diverged")
     model = Transformer(recipe.model, *sizes, recipe.seed)
     fill(model, weights.__getitem__)
@@ -212,8 +215,9 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
     if theirs:
         raise UserError(f"the model has a weight {sorted(theirs)[0]}, for which deepnmt's has no place; deepnmt "
                         "imports plain Post-LN and Pre-LN Transformers with sinusoids")
-    last = "decoder.norm" if recipe.model.decoder.facts.exported_as == "pre_ln" else (
-        f"decoder.layers.{recipe.model.decoder.layers - 1}.rule.norms.2")
+    last = f"decoder.layers.{recipe.model.decoder.layers - 1}.rule.norms.2"
+    if recipe.model.decoder.facts.exported_as == "pre_ln":
+        last = "decoder.norm"
     table, bias = (values.double() for values in foreign.output)
     gain, shift = found[f"{last}.weight"].double(), found[f"{last}.bias"].double()
     if not table.shape[1:] == gain.shape == shift.shape:
@@ -276,8 +280,10 @@ def _marian(folder: Path) -> Foreign:
     if config.normalize_before or config.normalize_embedding or not config.scale_embedding:
         raise UserError(f"{folder}/config.json has normalize_before, normalize_embedding or no scale_embedding; "
                         "deepnmt imports Marian models as OPUS-MT trains them")
-    weights = (_weights(folder / "model.safetensors", load_file) if (folder / "model.safetensors").is_file()
-               else _weights(folder / "pytorch_model.bin", _load))
+    if (folder / "model.safetensors").is_file():
+        weights = _weights(folder / "model.safetensors", load_file)
+    else:
+        weights = _weights(folder / "pytorch_model.bin", _load)
     bias = weights.pop("final_logits_bias", torch.zeros(1)).flatten()
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if "embed_positions" not in name}
     shared = weights.pop("shared.weight", None)
@@ -292,7 +298,8 @@ def _marian(folder: Path) -> Foreign:
     rows, vocabs = [], []
     for file, model in ((source, "source.spm"), (target, "target.spm")):
         ids = _json(file, dict[str, Id])
-        if missing := [name for name in ("<unk>", "</s>", "<pad>") if name not in ids]:
+        missing = [name for name in ("<unk>", "</s>", "<pad>") if name not in ids]
+        if missing:
             raise UserError(f"{file} has no {missing[0]}; give the vocabulary of a Marian model")
         # a source begins with no token of its own, and the target's may have an id that the source's table lacks
         first = config.decoder_start_token_id if model == "target.spm" else ids["<pad>"]
@@ -333,18 +340,22 @@ def _fairseq(folder: Path) -> Foreign:
             raise UserError(f"{file} was trained with {name}={tree[name]}; deepnmt imports plain Post-LN and Pre-LN "
                             "Transformers with sinusoids")
     settings = _checked(Fairseq, tree, file)
-    weights = {name: tensor for name, tensor in _weights(file, lambda _: checkpoint["model"]).items()
-               if not name.endswith((".version", "_float_tensor"))}
-    for name in [name for name in weights if name.endswith(("in_proj_weight", "in_proj_bias"))]:  # before 0.8
+    weights = {}
+    for name, tensor in _weights(file, lambda _: checkpoint["model"]).items():
+        if not name.endswith((".version", "_float_tensor")):
+            weights[name] = tensor
+    for name in list(weights):
+        if not name.endswith(("in_proj_weight", "in_proj_bias")):  # before 0.8
+            continue
         if not weights[name].dim() or len(weights[name]) % 3:
             raise UserError(f"{file} has {name} of shape {list(weights[name].shape)}, which is not three matrices")
         for letter, part in zip("qkv", weights.pop(name).chunk(3), strict=True):
             weights[name.replace("in_proj_", f"{letter}_proj.")] = part
     output = _output(weights, "decoder.output_projection.weight")
     langs = [settings.source_lang or "src", settings.target_lang or "trg"]
-    model = next((found for name in ("sentencepiece.bpe.model", "spm.model", "sentencepiece.model")
-                  if (found := folder / name).is_file()), None)
-    if model is None:
+    files = [folder / name for name in ("sentencepiece.bpe.model", "spm.model", "sentencepiece.model")]
+    models = [file for file in files if file.is_file()]
+    if not models:
         raise UserError(f"{folder} has no sentencepiece.bpe.model; copy the SentencePiece model of the text there "
                         "(deepnmt cannot import models of other subwords, such as subword-nmt's)")
     vocabs, rows = [], []
@@ -355,7 +366,7 @@ def _fairseq(folder: Path) -> Foreign:
         if len(names) + 4 > count:
             raise UserError(f"{dictionary} has {len(names)} symbols, but the model {count - 4}; give the model's own")
         names += [f"<unused{number}>" for number in range(count - 4 - len(names))]
-        vocabs.append(_vocabulary(model, names))
+        vocabs.append(_vocabulary(models[0], names))
         rows.append([3, 2, 2, 1, *range(4, count)])  # theirs: <s> 0, <pad> 1, </s> 2, <unk> 3; they begin with </s>
     out_rows = [3, 0, *rows[1][2:]]
     stacks: dict[str, Any] = {

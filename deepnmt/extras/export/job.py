@@ -103,7 +103,8 @@ def export_run(
     folders.recover_after_kill(place.parent, glob.escape(place.name))
     with folders.new_folder(place, KIND) as temporary:
         proof = written(temporary, "fp32")
-        if faults := list(proof.faults()):
+        faults = list(proof.faults())
+        if faults:
             raise UserError(f"the model for {to} is not the same as that of {source}: {'; '.join(faults)}; nothing was "
                             "kept. Compare on other lines with --text, and report it if it stays")
         said, proofs = [f"{folder}: {proof.sentence()}"], {"fp32": proof.as_json()}

@@ -118,7 +118,8 @@ class Plain:
         if self.norm_free(side):
             return np.full(self.width(side), math.sqrt(np.float32(EPSILON)) / SMALL), np.zeros(self.width(side))
         factor = 1.0
-        if layer := re.fullmatch(r"\w+\.layers\.(\d+)\.rule\.norms\.\d+", name):
+        layer = re.fullmatch(r"\w+\.layers\.(\d+)\.rule\.norms\.\d+", name)
+        if layer:
             position = LayerPosition.of(self.model, side, int(layer[1]))
             factor = position.block.norm_factor(position)
         weight = factor * self._get(f"{name}.weight")
@@ -151,7 +152,8 @@ class Plain:
 
     def require_all_used(self, program: str) -> None:
         """Raises `UserError` for a weight that no one has asked for: the other program would leave it out."""
-        if left := sorted(self.weights.keys() - self.used):
+        left = sorted(self.weights.keys() - self.used)
+        if left:
             raise UserError(f"{left[0]} has no place in a model of {program}, so the model cannot be exported to it; "
                             "export it with --to onnx, which carries every model")
 

@@ -136,8 +136,10 @@ def _fold_stack(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
 
 def _scale_branches(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict[str, Tensor]:
     """rezero_post_ln: LN(x + a F(x)), where a goes into the last matrix of F and its bias."""
-    folded = {name: tensor for name, tensor in weights.items()
-              if not (name.startswith(f"{side}.layers.") and name.endswith(".rule.a"))}
+    folded = dict(weights)
+    for name in weights:
+        if name.startswith(f"{side}.layers.") and name.endswith(".rule.a"):
+            del folded[name]
     for name in folded:
         layer, _, last = name.partition(".layers.")
         if layer == side and last.split(".")[2] in ("out", "fc2"):
@@ -150,9 +152,12 @@ def _mirror_ffn(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
     """looks_linear: the FFN's (f(h), f(-h)) is f of one matrix that also holds the negative rows. With `init:
     published` it is so already."""
     double = LayerPosition.of(model, side, 0).block.feed_forward.copies == 2  # not as its authors have it
-    mirrored = [f"{side}.layers.{layer}.ffn.fc1.{part}" for layer in range(model.stack(side).layers)
-                for part in ("weight", "bias")] if double else []
-    return {**weights, **{name: torch.cat([weights[name], -weights[name]]) for name in mirrored}}
+    mirrored = dict(weights)
+    if double:
+        for layer in range(model.stack(side).layers):
+            for name in (f"{side}.layers.{layer}.ffn.fc1.weight", f"{side}.layers.{layer}.ffn.fc1.bias"):
+                mirrored[name] = torch.cat([weights[name], -weights[name]])
+    return mirrored
 
 
 # How a stack of each `rewritable` block becomes one of `FOLDED`.
@@ -203,7 +208,8 @@ def check_ramp(loaded: LoadedModel) -> None:
     """Raises `UserError` if a layer does not yet have the full weight of its sub-layers, see `Block.clock`."""
     for side in SIDES:
         stack, update = loaded.recipe.model.stack(side), loaded.state.update
-        if update < (needed := stack.ramp * stack.layers):
+        needed = stack.ramp * stack.layers
+        if update < needed:
             raise UserError(f"model.{side}.ramp is {stack.ramp}, so its {stack.layers} layers are whole from update "
                             f"{needed:,} on, but {loaded.folder} is of update {update:,}; take a later checkpoint, or "
                             "use the model as it is")

@@ -115,7 +115,8 @@ class Proof:
         """What keeps the export from being kept."""
         if not self.difference <= TOLERANCE:
             yield f"a token's log-probability differs by {self.difference:.1e} nats (allowed: {TOLERANCE:g})"
-        if (others := self.lines - self.identical - self.ties) > 0:
+        others = self.lines - self.identical - self.ties
+        if others > 0:
             yield f"{others} of {self.lines} greedy translations differ"
         if self.lines > 1 and not abs(self.bleu - self.own_bleu) <= self.interval:  # one line has no interval
             yield (f"BLEU is {self.bleu:.2f} ± {self.interval:.2f}, the interval of 95 %, in place of "

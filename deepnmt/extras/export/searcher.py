@@ -44,7 +44,8 @@ def load_exported(loaded: LoadedModel, settings: Translate, device: torch.device
     if facts.get("weights") != weights_of(loaded.folder):
         raise UserError(f"{folder} was exported from {facts.get('checkpoint')}, which is not what {loaded.folder} "
                         "holds; export the run again, or name that checkpoint")
-    if (precision := facts.get("precision")) not in ("fp32", settings.precision):
+    precision = facts.get("precision")
+    if precision not in ("fp32", settings.precision):
         raise UserError(f"{folder} holds weights in {precision}, but translate.precision is {settings.precision}; "
                         "export the run in fp32, which serves every precision, or set "
                         f"translate.precision={precision}")

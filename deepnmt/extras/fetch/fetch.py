@@ -108,8 +108,10 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
     missing = [text for text in texts if not is_there(text)]
     with _mtdata_is_quiet():
         for text in missing:
-            text.sources = (_mtdata_sources(text.corpus.mtdata) if text.corpus.mtdata else
-                            [_sacrebleu_source(str(text.corpus.sacrebleu), recipe)])
+            if text.corpus.mtdata:
+                text.sources = _mtdata_sources(text.corpus.mtdata)
+            else:
+                text.sources = [_sacrebleu_source(str(text.corpus.sacrebleu), recipe)]
         sizes: dict[str, int | None] = {}
         for text in missing:
             for source in text.sources:
@@ -196,7 +198,8 @@ def _sacrebleu_source(name: str, recipe: Recipe) -> _Source:
 
     pair = f"{recipe.data.src_lang}-{recipe.data.trg_lang}"
     if name not in DATASETS:
-        hint = f"did you mean {near}? " if (near := nearest(name, DATASETS)) else ""
+        near = nearest(name, DATASETS)
+        hint = f"did you mean {near}? " if near else ""
         raise UserError(f"SacreBLEU has no test set {name!r}; {hint}sacrebleu --list prints all")
     known = DATASETS[name]
     if pair not in known.langpairs:
@@ -224,7 +227,8 @@ def _require_room(texts: list[Text], sizes: dict[str, int | None]) -> None:
     needed = 4 * sum(size or 0 for size in sizes.values())
     for text in texts:
         folder = next(folder for folder in text.files[0].absolute().parents if folder.exists())
-        if (free := shutil.disk_usage(folder).free) < needed:
+        free = shutil.disk_usage(folder).free
+        if free < needed:
             raise UserError(f"the texts need about {needed / 1e9:,.1f} GB with their downloads, but {folder} has "
                             f"{free / 1e9:,.1f} GB free; make room")
 
@@ -245,8 +249,10 @@ def _fetch(text: Text, recipe: Recipe) -> None:
             def counted() -> Iterator[tuple[str, str]]:
                 number = 0
                 for source in text.sources:
-                    pairs = (_sacrebleu_pairs(source, recipe, downloads) if text.corpus.sacrebleu else
-                             _mtdata_pairs(source, text, recipe, record, downloads))
+                    if text.corpus.sacrebleu:
+                        pairs = _sacrebleu_pairs(source, recipe, downloads)
+                    else:
+                        pairs = _mtdata_pairs(source, text, recipe, record, downloads)
                     for pair in _checked(source, pairs):
                         yield pair
                         number += 1
@@ -334,8 +340,8 @@ def _mtdata_pairs(
                     require_text(path, path.name, to_its_end=not by_line)
                     if by_line and not entry.is_archive:
                         _warn_of_a_cut(path)
-            for found in parser.read_segs(show_pbar=False):
-                src, trg = (" ".join((side or "").replace("\r", " ").split("\n")).strip() for side in found[:2])
+            for segment in parser.read_segs(show_pbar=False):
+                src, trg = ((side or "").replace("\r", " ").replace("\n", " ").strip() for side in segment[:2])
                 yield (trg, src) if swapped else (src, trg)
     except Exception as error:  # formats raise what they like
         for file in files:

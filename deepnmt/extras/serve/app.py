@@ -198,7 +198,8 @@ class App:
     def _check_lengths(self, texts: Sequence[str]) -> None:
         """Refuses sentences with more tokens than the model takes, of which a file's would be truncated."""
         for number, text in enumerate(texts, start=1):
-            if (tokens := len(self.vocab.encode(text.strip()))) > self.limits.tokens:
+            tokens = len(self.vocab.encode(text.strip()))
+            if tokens > self.limits.tokens:
                 raise RefusedError(413, f"sentence {number} has {tokens:,} tokens, the model takes "
                                         f"{self.limits.tokens:,}; divide it")
 

@@ -45,7 +45,8 @@ def serve(words: list[str]) -> None:
     from deepnmt.extras.serve.server import serve
     from deepnmt.processes.launch import rank_from_environment
 
-    if (count := rank_from_environment()[1]) > 1:
+    count = rank_from_environment()[1]
+    if count > 1:
         raise UserError(f"serve was started on {count} processes, but one model answers at one port; start it alone")
     with processes_of(recipe) as ranks:
         serve(recipe, ranks, checkpoints=checkpoints, expected=expected_model(args, recipe, checkpoints),

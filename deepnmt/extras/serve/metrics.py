@@ -23,10 +23,10 @@ class Metrics:
                                   ["status"], registry=self.registry)
         self._seconds = Histogram("deepnmt_request_seconds", "Time from a request's headers to its response.",
                                   buckets=SECONDS, registry=self.registry)
-        self._sentences, self._tokens, self._batches, self._batched = (
-            Counter(f"deepnmt_{name}", explained, registry=self.registry) for name, explained in (
-                ("sentences", "Sentences translated."), ("tokens", "Tokens of their best translations."),
-                ("batches", "Batches translated."), ("batch_sentences", "Sentences in these batches.")))
+        self._sentences = Counter("deepnmt_sentences", "Sentences translated.", registry=self.registry)
+        self._tokens = Counter("deepnmt_tokens", "Tokens of their best translations.", registry=self.registry)
+        self._batches = Counter("deepnmt_batches", "Batches translated.", registry=self.registry)
+        self._batched = Counter("deepnmt_batch_sentences", "Sentences in these batches.", registry=self.registry)
 
     def count_batch(self, sentences: int) -> None:
         self._batches.inc()

@@ -130,7 +130,8 @@ class Tracking(Reporter):
 
     def record(self, kind: str, update: int, record: Mapping[str, Any]) -> None:
         """Passes figures on, and returns at once."""
-        if figures := figures_of(kind, record):
+        figures = figures_of(kind, record)
+        if figures:
             self._figures.put((update, figures))
 
     def close(self, status: str) -> None:

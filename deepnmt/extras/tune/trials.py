@@ -112,11 +112,16 @@ class Trials:
     def worth(self, records: Sequence[Record]) -> tuple[bool, float]:
         """By which trials with one point and several seeds are compared: whether all use their source, and the mean of
         what it is worth, or of the loss, negative."""
-        if not self.by_source:
-            losses = [math.inf if record["diverged"] else record["loss"] for record in records]
-            return math.isfinite(max(losses)), -sum(losses) / len(losses)
-        gains = [-math.inf if record["diverged"] else record["source_gain"] for record in records]
-        return all(map(alive, records)), sum(gains) / len(gains)
+        good, total = True, 0.0
+        for record in records:
+            if record["diverged"]:
+                good, total = False, -math.inf
+            elif self.by_source:
+                good = good and alive(record)
+                total += record["source_gain"]
+            else:
+                total -= record["loss"]
+        return good, total / len(records)
 
     def _spent(self) -> float:
         return float(sum({record["key"]: record["seconds"] for record in self.done}.values()))

@@ -83,7 +83,11 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
         files = {name: opened.enter_context(open(folder / f"{name}.txt", "w", encoding="utf-8")) for name in words}
         for number, part in enumerate(_parts(text, apart)):
             drawn = hashlib.sha256(f"{number} {part[0]}".encode()).digest()[0]  # of 256
-            name = "valid" if drawn < 4 else "test" if drawn < 8 else "train"
+            name = "train"
+            if drawn < 4:
+                name = "valid"
+            elif drawn < 8:
+                name = "test"
             if number < 2:  # each has one at least
                 name = ("valid", "test")[number]
             files[name].write("\n".join(part) + ("\n\n" if apart else "\n"))

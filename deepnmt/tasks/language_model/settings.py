@@ -148,7 +148,8 @@ class LanguageRecipe(Recipe):
             yield Fault(("model.bands", "vocab.size"), f"model.bands ({bands}) must be below vocab.size "
                         f"({self.vocab.size}), or the last band is empty")
         for name in ("label_smoothing", "r_drop"):
-            if bands and (value := getattr(self.train, name)):
+            value = getattr(self.train, name)
+            if bands and value:
                 yield Fault((f"train.{name}", "model.bands"), f"train.{name} ({value:g}) needs one softmax over the "
                             f"whole vocabulary, but model.bands ({bands}) divides it; set train.{name} to 0")
         if bands and self.train.objective != "cross_entropy":
@@ -157,7 +158,8 @@ class LanguageRecipe(Recipe):
 
     def _faults_of_translation(self) -> Iterator[Fault]:
         for name in ("guided_alignment", "guided_layer", "best_by"):
-            if (value := getattr(self.train, name)) != Train.default(name):
+            value = getattr(self.train, name)
+            if value != Train.default(name):
                 yield Fault((f"train.{name}",), f"train.{name} ({value}) is of translation; remove it")
         if not self.vocab.shared:
             yield Fault(("vocab.shared",), "vocab.shared: false is of translation, which has two languages; remove it")

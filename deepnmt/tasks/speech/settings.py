@@ -129,7 +129,8 @@ class SpeechRecipe(Recipe):
         if data.max_tokens + 1 > longest:
             yield Fault(("data.max_tokens", "model.max_length"), f"data.max_tokens ({data.max_tokens}) must be below "
                         f"model.max_length ({longest}), to leave room for eos")
-        if stages := self.parallel.pipeline_stages:
+        stages = self.parallel.pipeline_stages
+        if stages:
             yield Fault(("parallel.pipeline_stages",), f"parallel.pipeline_stages ({stages}) is not offered with task: "
                         "speech, whose first stage would have to send frames; set it to 0, and parallel.ds_config to "
                         "one of ZeRO 1 to 3")
