@@ -562,12 +562,12 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: 
     say_what_is_learned(vocab, count, work.lines)
 
     def text(*sides: int) -> Iterator[str]:
-        for unit, taken in zip(units, chosen, strict=True):
+        for unit, mask in zip(units, chosen, strict=True):
             files = [work.read(unit) / f"sample.{side}.txt" for side in ("src", "trg")]
-            if not len(taken):
+            if not len(mask):
                 continue
             pairs = zip(*map(read_lines, files), strict=True)
-            for pair in itertools.compress(pairs, taken.tolist()):
+            for pair in itertools.compress(pairs, mask.tolist()):
                 for side in sides:
                     yield pair[side]
 

@@ -334,9 +334,9 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     def text(*sides: int) -> Iterator[str]:
         with show_pairs("vocabulary: reading", len(chosen)) as progress:
             pairs = zip(read_pairs(recipe.data.train, tags=False), chosen, strict=True)
-            for done, (pair, taken) in enumerate(pairs, start=1):
+            for done, (pair, is_chosen) in enumerate(pairs, start=1):
                 progress(done)
-                if taken:
+                if is_chosen:
                     yield from (pair[side] for side in sides)
 
     if vocab.shared:

@@ -208,8 +208,8 @@ def dependency(model: Transformer, batch: Batch, side: Side) -> list[list[float]
             alone.append(padded)
         with _frozen(block, partial(_run, block, x, outputs)) as (wholes, _):
             inputs, result = _run(block, _padded(parts, count + 1), alone)
-        for index, (taken, whole) in enumerate(zip(inputs, wholes, strict=True), known):
-            rows.append(_shares(taken[:index] - taken[-1], whole, real))
+        for index, (branch_input, whole) in enumerate(zip(inputs, wholes, strict=True), known):
+            rows.append(_shares(branch_input[:index] - branch_input[-1], whole, real))
         parts = [tensor[:-1] - tensor[-1] for tensor in tensors(result)]
     with _frozen(top, partial(top, entering[-1])) as whole:
         output = top(_padded(parts, 1))
@@ -432,11 +432,11 @@ def ranges(model: Transformer, batch: Batch) -> dict[str, dict[str, Any]]:
     real = real_positions(batch)
     figures: dict[str, dict[str, Any]] = {}
 
-    def module_done(largest: dict[str, float], path: str, module: nn.Module, taken: tuple[Any, ...], output: Any
+    def module_done(largest: dict[str, float], path: str, module: nn.Module, inputs: tuple[Any, ...], output: Any
                     ) -> None:
         values = {path: output}
         if isinstance(module, Norm):
-            values[f"{path} (input)"] = taken[0]
+            values[f"{path} (input)"] = inputs[0]
         for name, tensor in values.items():
             if isinstance(tensor, Tensor):
                 largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))

@@ -132,14 +132,14 @@ def _names(layers: int) -> Iterator[tuple[str, str]]:
 
 def to_bert(weights: Mapping[str, Tensor], model: EncoderModel) -> dict[str, Tensor]:
     """A model's weights under BERT's names, fp32."""
-    found = {theirs: weights[ours] for ours, theirs in _names(model.encoder.layers)}
+    renamed = {theirs: weights[ours] for ours, theirs in _names(model.encoder.layers)}
     for layer in range(model.encoder.layers):
         for part in ("weight", "bias"):
             three = weights[f"encoder.layers.{layer}.self_attn.qkv.{part}"].chunk(3)
             for name, tensor in zip(("query", "key", "value"), three, strict=True):
-                found[f"bert.encoder.layer.{layer}.attention.self.{name}.{part}"] = tensor
-    found["cls.predictions.bias"] = weights["head.bias"]
-    return {name: tensor.detach().float().clone() for name, tensor in found.items()}
+                renamed[f"bert.encoder.layer.{layer}.attention.self.{name}.{part}"] = tensor
+    renamed["cls.predictions.bias"] = weights["head.bias"]
+    return {name: tensor.detach().float().clone() for name, tensor in renamed.items()}
 
 
 def from_bert(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
@@ -156,18 +156,18 @@ def from_bert(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
             raise UserError(f"the model has no weight {name}, as BertForMaskedLM has; give the folder of one")
         return theirs.pop(name).float()
 
-    found = {ours: take(name) for ours, name in _names(layers)}
+    renamed = {ours: take(name) for ours, name in _names(layers)}
     for layer in range(layers):
         for part in ("weight", "bias"):
             three = [take(f"bert.encoder.layer.{layer}.attention.self.{name}.{part}")
                      for name in ("query", "key", "value")]
-            found[f"encoder.layers.{layer}.self_attn.qkv.{part}"] = torch.cat(three)
-    found["head.bias"] = take("cls.predictions.bias")
+            renamed[f"encoder.layers.{layer}.self_attn.qkv.{part}"] = torch.cat(three)
+    renamed["head.bias"] = take("cls.predictions.bias")
     rest = [name for name in sorted(theirs) if not name.startswith(_DROPPED)]
     if rest:
         raise UserError(f"the model has a weight {rest[0]}, for which deepnmt's has no place; give a plain "
                         "BertForMaskedLM")
-    return found
+    return renamed
 
 
 def _config(model: EncoderModel, vocab: Vocabulary) -> dict[str, Any]:
@@ -288,15 +288,15 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
         raise UserError(f"{folder}/vocab.txt has no {missing[0]}, so it is none of BERT's; give the model's own")
     kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    order, taken = [pieces.index(piece) for piece in _SPECIAL], set(_OURS)
+    order, names = [pieces.index(piece) for piece in _SPECIAL], set(_OURS)
     for number, name in enumerate(_OURS):
         model.pieces.add(piece=name, score=0.0, type=kinds.UNKNOWN if number == UNK else kinds.CONTROL)
     for number, piece in enumerate(pieces):
         if number in order[:len(_SPECIAL)]:
             continue
         name = piece[2:] if piece.startswith("##") and len(piece) > 2 else f"{SPACE}{piece}"
-        used = name not in taken and not (piece.startswith("[unused") and piece.endswith("]"))
-        taken.add(name)
+        used = name not in names and not (piece.startswith("[unused") and piece.endswith("]"))
+        names.add(name)
         unused = name if used else f"[{number}]"
         model.pieces.add(piece=unused, score=-1.0, type=kinds.NORMAL if used else kinds.UNUSED)
         order.append(number)

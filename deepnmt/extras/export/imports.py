@@ -178,7 +178,7 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
 
 def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
     """The weights under deepnmt's names."""
-    theirs, found = dict(foreign.weights), {}
+    theirs, renamed = dict(foreign.weights), {}
 
     def take(name: str) -> Tensor:
         if name not in theirs:
@@ -187,7 +187,7 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
         return theirs.pop(name).float()
 
     for side, use, rows in zip(SIDES, ("src", "trg"), foreign.rows, strict=True):
-        found[f"embeddings.{use}.weight"] = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
+        renamed[f"embeddings.{use}.weight"] = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
         for index in range(recipe.model.stack(side).layers):
             ours, their = f"{side}.layers.{index}", f"{side}.layers.{index}"
             for part in ("weight", "bias"):
@@ -197,21 +197,21 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
                         raise UserError(f"the model's {their}.{attention} has projections of different shapes")
                     return torch.cat(tensors)
 
-                found[f"{ours}.self_attn.qkv.{part}"] = projected("self_attn", "qkv")
-                found[f"{ours}.self_attn.out.{part}"] = take(f"{their}.self_attn.out_proj.{part}")
+                renamed[f"{ours}.self_attn.qkv.{part}"] = projected("self_attn", "qkv")
+                renamed[f"{ours}.self_attn.out.{part}"] = take(f"{their}.self_attn.out_proj.{part}")
                 norms = ["self_attn_layer_norm"]
                 if side == "decoder":
-                    found[f"{ours}.cross_attn.q.{part}"] = projected("encoder_attn", "q")
-                    found[f"{ours}.cross_attn.kv.{part}"] = projected("encoder_attn", "kv")
-                    found[f"{ours}.cross_attn.out.{part}"] = take(f"{their}.encoder_attn.out_proj.{part}")
+                    renamed[f"{ours}.cross_attn.q.{part}"] = projected("encoder_attn", "q")
+                    renamed[f"{ours}.cross_attn.kv.{part}"] = projected("encoder_attn", "kv")
+                    renamed[f"{ours}.cross_attn.out.{part}"] = take(f"{their}.encoder_attn.out_proj.{part}")
                     norms.append("encoder_attn_layer_norm")
                 for matrix in ("fc1", "fc2"):
-                    found[f"{ours}.ffn.{matrix}.{part}"] = take(f"{their}.{matrix}.{part}")
+                    renamed[f"{ours}.ffn.{matrix}.{part}"] = take(f"{their}.{matrix}.{part}")
                 for number, norm in enumerate([*norms, "final_layer_norm"]):
-                    found[f"{ours}.rule.norms.{number}.{part}"] = take(f"{their}.{norm}.{part}")
+                    renamed[f"{ours}.rule.norms.{number}.{part}"] = take(f"{their}.{norm}.{part}")
         if recipe.model.stack(side).facts.exported_as == "pre_ln":
             for part in ("weight", "bias"):
-                found[f"{side}.norm.{part}"] = take(f"{side}.layer_norm.{part}")
+                renamed[f"{side}.norm.{part}"] = take(f"{side}.layer_norm.{part}")
     if theirs:
         raise UserError(f"the model has a weight {sorted(theirs)[0]}, for which deepnmt's has no place; deepnmt "
                         "imports plain Post-LN and Pre-LN Transformers with sinusoids")
@@ -219,7 +219,7 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
     if recipe.model.decoder.facts.exported_as == "pre_ln":
         last = "decoder.norm"
     table, bias = (values.double() for values in foreign.output)
-    gain, shift = found[f"{last}.weight"].double(), found[f"{last}.bias"].double()
+    gain, shift = renamed[f"{last}.weight"].double(), renamed[f"{last}.bias"].double()
     if not table.shape[1:] == gain.shape == shift.shape:
         raise UserError(f"the model's output table has rows of {list(table.shape[1:])} and its last norm "
                         f"{list(gain.shape)} and {list(shift.shape)}, which must be equal")
@@ -231,9 +231,9 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
         scale = 1.0 - total / len(gain)  # so that the sum becomes D
         shift, bias = shift + scale * gain, bias - scale * (table @ gain)
         table = table + (bias / len(gain))[:, None] / gain
-        found[f"{last}.bias"] = shift.float()
-    found["embeddings.out.weight"] = table.float()
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+        renamed[f"{last}.bias"] = shift.float()
+    renamed["embeddings.out.weight"] = table.float()
+    return {name: tensor.contiguous() for name, tensor in renamed.items()}
 
 
 def _rows(table: Tensor, rows: Sequence[int], name: str) -> Tensor:

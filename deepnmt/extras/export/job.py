@@ -93,7 +93,7 @@ def export_run(
     own = Native.of(loaded.model)
     lang, longest = recipe.data.trg_lang, loaded.recipe.model.max_length
 
-    def written(at: Path, form: str) -> Proof:
+    def write_and_compare(at: Path, form: str) -> Proof:
         print_status(f"writing the model for {to} in {form}")
         with folders.reporting(place, KIND):
             target.write(loaded, at, form)
@@ -102,17 +102,17 @@ def export_run(
 
     folders.recover_after_kill(place.parent, glob.escape(place.name))
     with folders.new_folder(place, KIND) as temporary:
-        proof = written(temporary, "fp32")
+        proof = write_and_compare(temporary, "fp32")
         faults = list(proof.faults())
         if faults:
             raise UserError(f"the model for {to} is not the same as that of {source}: {'; '.join(faults)}; nothing was "
                             "kept. Compare on other lines with --text, and report it if it stays")
-        said, proofs = [f"{folder}: {proof.sentence()}"], {"fp32": proof.as_json()}
+        report, proofs = [f"{folder}: {proof.sentence()}"], {"fp32": proof.as_json()}
         if precision != "fp32":
             for file in temporary.iterdir():
                 file.unlink()
-            narrow = written(temporary, precision)
-            said.append(f"weights in {precision}: {narrow.sentence()}")
+            narrow = write_and_compare(temporary, precision)
+            report.append(f"weights in {precision}: {narrow.sentence()}")
             proofs[precision] = narrow.as_json()
         facts = {"format": to, "precision": precision, "checkpoint": str(source), "weights": weights_of(source),
                  "update": loaded.state.update, "proof": proofs}
@@ -123,7 +123,7 @@ def export_run(
             (temporary / CARD).write_text(model_card(to, loaded, recipe, proof, licence), encoding="utf-8")
         folders.publish(temporary, place, folders.entries_of(temporary, place, KIND), facts, KIND)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
-    return "\n".join([*said, f"{size:.1f} MiB"])
+    return "\n".join([*report, f"{size:.1f} MiB"])
 
 
 def _pairs(recipe: Recipe, text: str | None, lines: int) -> Sequence[Pair]:

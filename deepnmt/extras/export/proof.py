@@ -144,12 +144,12 @@ def compare(
     Raises:
         UserError: no pair is left.
     """
-    kept, rows = [], []
+    examples, rows = [], []
     for source, target in pairs:
         src, trg = vocabs[0].encode(source), vocabs[1].encode(target)
         if src and max(len(src), len(trg)) < max_length:
             rows.append(([*src, EOS], trg))
-            kept.append((source, target))
+            examples.append((source, target))
     if not rows:
         raise UserError(f"the text to compare on has no pair of at most {max_length - 1} tokens (model.max_length is "
                         f"{max_length}); give another with --text")
@@ -167,7 +167,7 @@ def compare(
             done += 2 * len(batch)
             progress(done)
         identical = ties = 0
-        found: dict[str, list[str]] = {"deepnmt": [""] * len(rows), "exported": [""] * len(rows)}
+        translations: dict[str, list[str]] = {"deepnmt": [""] * len(rows), "exported": [""] * len(rows)}
         for batch in _batches(range(len(rows)), rows):
             batched = [rows[i][0] for i in batch]
             limit = min(max_length, 2 * max(map(len, batched)) + 20)
@@ -177,12 +177,12 @@ def compare(
                 ties += mine != theirs and _is_tie(own, source, mine, theirs)
             for name, engine in (("deepnmt", own), ("exported", other)):
                 for i, tokens in zip(batch, engine.search(batched, limit, BEAM), strict=True):
-                    found[name][i] = vocabs[1].decode(tokens)
+                    translations[name][i] = vocabs[1].decode(tokens)
             done += 4 * len(batch)
             progress(done)
-    texts = EvaluationSet("the text", [source for source, _ in kept], [[target for _, target in kept]])
-    own_bleu, bleu = (score_lines(lines, texts.references, lang, metrics=["bleu"]) for lines in found.values())
-    resampled, = bootstrap(found, texts, lang, ["bleu"])
+    texts = EvaluationSet("the text", [source for source, _ in examples], [[target for _, target in examples]])
+    own_bleu, bleu = (score_lines(lines, texts.references, lang, metrics=["bleu"]) for lines in translations.values())
+    resampled, = bootstrap(translations, texts, lang, ["bleu"])
     return Proof(len(rows), scored, difference, identical, ties, bleu.values["bleu"], own_bleu.values["bleu"],
                  resampled.interval, bleu.signatures["bleu"])
 

@@ -267,8 +267,8 @@ def _fetch(text: Text, recipe: Recipe) -> None:
                             f"{record.sha256[1][:16]}...; remove that file to accept the new text")
         for part, file in zip(parts, text.files, strict=True):
             os.replace(part, file)
-        written = _Record(origin=text.origin, lines=lines, sha256=digests, downloads=downloads)
-        write_json(text.record, written.model_dump(exclude_none=True))
+        new_record = _Record(origin=text.origin, lines=lines, sha256=digests, downloads=downloads)
+        write_json(text.record, new_record.model_dump(exclude_none=True))
     except OSError as error:
         raise UserError(f"{text.files[0]} cannot be written: {error.strerror or error}") from None
     finally:

@@ -61,9 +61,9 @@ class Program:
         known = self.cache / f"{self._key(used)}.json"
         if cached:
             with suppress(OSError, ValueError):
-                found = json.loads(known.read_text(encoding="utf-8"))
-                if isinstance(found, list) and len(found) == len(texts["hyp"]):
-                    return [float(value) for value in found]
+                numbers = json.loads(known.read_text(encoding="utf-8"))
+                if isinstance(numbers, list) and len(numbers) == len(texts["hyp"]):
+                    return [float(value) for value in numbers]
         values = self._run(used)
         if cached:
             with suppress(OSError):  # the next call takes as long as this one
@@ -88,13 +88,13 @@ class Program:
                 file = Path(folder, name)
                 file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
                 words = [word.replace(f"{{{name}}}", str(file)) for word in words]
-            said, errors = Path(folder, "said"), Path(folder, "errors")
-            with said.open("wb") as out, errors.open("wb") as err:
+            output, errors = Path(folder, "said"), Path(folder, "errors")
+            with output.open("wb") as out, errors.open("wb") as err:
                 code = self._wait(words, out.fileno(), err.fileno())
             if code:
                 last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
                 raise self._fault(f"ended with exit code {code}{': ' if last else ''}{''.join(last)[:300]}")
-            lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         if len(lines) != len(texts["hyp"]):
             raise self._fault(f"printed {len(lines):,} lines for {len(texts['hyp']):,} translations, and must print a "
                               "number for each")

@@ -94,7 +94,7 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
             words[name] += sum(len(line.split()) + 1 for line in part)
     if not words["train"]:
         raise UserError(f"{text} has too few documents to hold some out; give more text")
-    kind, precision, said = machine(hardware)
+    kind, precision, description = machine(hardware)
     row = next(row for row in TABLE[kind] if words["train"] <= row.words)
     pieces = 1.4 * words["train"]
     updates = round(min(max(row.passes * pieces / row.tokens, row.updates[0]), row.updates[1]))
@@ -102,7 +102,7 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     every = max(10, updates // 20)
     recipe = f"""\
 # yaml-language-server: $schema={schema_of('language_model')}
-# A language model of {row.layers} layers, written by `deepnmt new --text` for {said}.
+# A language model of {row.layers} layers, written by `deepnmt new --text` for {description}.
 
 run: runs/{file.stem} # the run folder
 task: language_model # a decoder by itself
@@ -146,7 +146,7 @@ train: # length of the run
 
 parallel: # processes and precision
   {engine}
-  precision: {precision} # {said}
+  precision: {precision} # {description}
 """
     with reporting(str(file), "free disk space, or give write permission"):
         file.parent.mkdir(parents=True, exist_ok=True)
