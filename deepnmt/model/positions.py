@@ -26,17 +26,21 @@ def sinusoids(positions: int, width: int) -> Tensor:
 
     Row p holds sin(p / 10000^(2i/D)) at i and its cosine at D/2 + i, for i < D/2; positions count from 0.
     """
-    rates = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+    return _waves(range(positions), width, width // 2)
 
 
 def fairseq_sinusoids(positions: int, width: int) -> Tensor:
     """As `sinusoids`, but with the rates 10000^(-i / (D/2 - 1)) of tensor2tensor and positions from 2: fairseq counts
     them behind its id of pad."""
-    half = width // 2
-    rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / max(half - 1, 1))
-    angles = torch.arange(2, positions + 2, dtype=torch.float64)[:, None] * rates
+    return _waves(range(2, positions + 2), width, max(width // 2 - 1, 1))
+
+
+def _waves(positions: range, width: int, steps: int) -> Tensor:
+    """Sines and cosines of position · 10000^(-i / steps), for i < D/2."""
+    if torch.get_default_device().type == "meta":  # to compute there PyTorch would import its compiler: 1.4 s
+        return torch.empty(len(positions), width)
+    rates = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64) / steps)
+    angles = torch.arange(positions.start, positions.stop, dtype=torch.float64)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=1).float()
 
 
