@@ -27,10 +27,12 @@ class Rule(NamedTuple):
     Attributes:
         keeps: from the settings, all checkpoints (oldest first) and their scores to those that stay.
         most: from the settings to how many these are at the end of a run, at most.
+        lasting: whether those that stay do so to the end of the run; a full disk takes them last.
     """
 
     keeps: Callable[[Train, list[Path], Scores], list[Path]]
     most: Callable[[Train], int]
+    lasting: bool = False
 
 
 def _keeps_every(train: Train, paths: list[Path], scores: Scores) -> list[Path]:
@@ -41,7 +43,8 @@ RULES: dict[str, Rule] = {
     "keep_last": Rule(lambda train, paths, scores: paths[-train.keep_last:], lambda train: train.keep_last),
     "keep_best": Rule(lambda train, paths, scores: sorted_by_score(paths, scores)[:train.keep_best],
                       lambda train: train.keep_best),
-    "keep_every": Rule(_keeps_every, lambda train: train.updates // train.keep_every if train.keep_every else 0),
+    "keep_every": Rule(_keeps_every, lambda train: train.updates // train.keep_every if train.keep_every else 0,
+                       lasting=True),
 }
 
 
@@ -60,13 +63,13 @@ def prune(folder: Path, train: Train, scores: Scores) -> list[Path]:
 
 def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
     """Deletes a checkpoint because the disk is full: the oldest that is neither the newest nor the best, one that
-    `keep_every` keeps only if there is no other. Returns its folder; None if there is no such checkpoint, or it cannot
-    be deleted."""
+    a lasting rule keeps only if there is no other. Returns its folder; None if there is no such checkpoint, or it
+    cannot be deleted."""
     paths = list_checkpoints(folder)
     needed = {*paths[-1:], *sorted_by_score(paths, scores)[:1]}
     spare = [path for path in paths if path not in needed]
-    kept_for_ever = _keeps_every(train, paths, scores)
-    spare.sort(key=lambda path: path in kept_for_ever)  # keeps the order of the others
+    lasting = [path for rule in RULES.values() if rule.lasting for path in rule.keeps(train, paths, scores)]
+    spare.sort(key=lambda path: path in lasting)  # keeps the order of the others
     try:
         for path in spare[:1]:
             folders.delete(path)

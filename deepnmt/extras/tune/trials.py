@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.api import read_recipe, run_training
-from deepnmt.config import Recipe, flatten
+from deepnmt.checkpoint.retention import RULES
+from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.extras.tune.plan import Budget, Point, Stages, settings_of, shortened, words
 from deepnmt.files import drop_partial_line, read_log, read_numbered_log
 from deepnmt.progress import print_status
@@ -193,10 +194,11 @@ def layers_of(recipe: Recipe) -> int:
 def _alone(recipe: Recipe, updates: int, processes: int) -> dict[str, Any]:
     """The settings of a trial that are no subject of the search: it validates and saves at its end alone, and does
     nothing that the choice does not need."""
-    changes: dict[str, Any] = {
+    neither = (*Recipe.marked(Fact.ENDS), *(f"train.{rule}" for rule in RULES))  # ends sooner, nor keeps checkpoints
+    changes: dict[str, Any] = {name: Recipe.default(name) for name in neither}
+    changes |= {
         "train.updates": updates, "train.validate_every": updates, "train.save_every": updates, "train.keep_last": 1,
-        "train.keep_best": 0, "train.keep_every": 0, "train.patience": 0, "train.epochs": None,
-        "train.max_seconds": None, "train.ema": None, "train.valid_bleu": False, "train.best_by": "loss",
+        "train.keep_best": 0, "train.ema": None, "train.valid_bleu": False, "train.best_by": "loss",
         "train.trackers": [], "train.probe_every": 0, "train.log_every": max(1, updates // 10),
         "parallel.pipeline_stages": 0, "metrics": {}, "translate.choose": "score", "average_last": 1,
     }

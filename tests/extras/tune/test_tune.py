@@ -21,6 +21,7 @@ from small_text import write_texts
 
 import deepnmt.extras.tune.trials
 import deepnmt.extras.tune.tune
+from deepnmt import config
 from deepnmt.api import prepare, read_recipe
 from deepnmt.cli import main
 from deepnmt.config import Recipe, changed_settings, load_recipe
@@ -124,6 +125,15 @@ def as_measured(recipe: Recipe, log: Path) -> dict[str, Any]:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "tune" / "trials.jsonl").read_text().splitlines()]
+
+
+def test_a_trial_ends_by_its_updates_alone_and_keeps_its_last_checkpoint() -> None:
+    """Whatever else may end the recipe's run, or keeps more."""
+    recipe = load_recipe("recipes/demo/admin_18l-18l.yaml", [
+        "train.epochs=2", "train.max_seconds=9.0", "train.patience=3", "train.keep_every=150"])
+    trial = config.with_settings(recipe, deepnmt.extras.tune.trials._alone(recipe, 7, 1)).train
+    assert (trial.updates, trial.epochs, trial.max_seconds, trial.patience) == (7, None, None, 0)
+    assert (trial.keep_last, trial.keep_best, trial.keep_every, trial.save_every) == (1, 0, 0, 7)
 
 
 def test_the_source_decides_and_no_collapsed_run_with_a_lower_loss(
