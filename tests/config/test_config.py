@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from refusals import user_error
 
 from deepnmt.config import Parallel, Recipe, check_recipe, dump_recipe, load_recipe, with_settings
-from deepnmt.config.choices import BLOCKS
+from deepnmt.config.choices import ACTIVATIONS, BLOCKS, SCHEDULES
+from deepnmt.config.fields import either
 from deepnmt.errors import UserError
 
 SMALL = """
@@ -280,8 +281,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["model: width (18) divided by heads (6) must be even with positions: rotary, which turns pairs of a head's "
       "dimensions"]),
     ({"model__activation": "swiglu", "model__decoder__block": "fixup"},
-     ["model: activation (swiglu) has a gate, for which decoder.block: fixup has no rule; set activation to relu, gelu "
-      "or silu, or choose another block"]),
+     ["model: activation (swiglu) has a gate, for which decoder.block: fixup has no rule; set activation to "
+      f"{either(ACTIVATIONS.where(lambda row: not row.gated))}, or choose another block"]),
     ({"model__encoder__word_dropout": 1.0}, ["model.encoder.word_dropout: is 1.0, must be less than 1"]),
     ({"translate__min_length": -1}, ["translate.min_length: is -1, must be greater than or equal to 0"]),
     ({"translate": {"method": "sample", "finish": "best"}},
@@ -289,7 +290,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99], "eps": 1e-8}},
      ["optimizer: betas ([0.9, 0.99]) and eps (1e-08) have no effect with name: sgd; remove them"]),
     ({"schedule": {"final": 1e-5, "step_factor": 0.5}},
-     ["schedule: final (1e-05) needs name: linear, cosine or wsd, but name is inverse_sqrt; remove final",
+     [f"schedule: final (1e-05) needs name: {either(SCHEDULES.with_option('final'))}, but name is inverse_sqrt; remove "
+      "final",
       "schedule: step_factor (0.5) needs name: step or plateau, but name is inverse_sqrt; remove step_factor, or set "
       "it to 0.1"]),
     ({"schedule": {"name": "cosine", "warmup": 10}},
