@@ -101,7 +101,8 @@ def _step(peak: float, schedule: config.Schedule, now: RunProgress) -> float:
     return peak * (schedule.step_factor * (1.0 if schedule.after_step == "constant" else (step / at) ** 0.5))
 
 
-# The rate after the warm-up. To add a schedule: a function and a row here, its name and settings in `config.Schedule`.
+# The rate after the warm-up. To add a schedule: a function and a row here, a row in
+# config/choices.py, settings of its own in `config.Schedule`.
 SCHEDULES: Table[Callable[[float, config.Schedule, RunProgress], float]] = Table("SCHEDULES", {
     "inverse_sqrt": _inverse_sqrt,
     "inverse_sqrt_decay": _inverse_sqrt_decay,
