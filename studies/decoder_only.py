@@ -17,7 +17,7 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import write_text
 from deepnmt.tasks.language_model.text import PreparedText
-from deepnmt.training.plan import count_parameters, micro_batches
+from deepnmt.training.dry_run import count_parameters, micro_batches
 from deepnmt.training.task import find_task, prepare
 from studies.long_runs import Plan, report, run_plan
 

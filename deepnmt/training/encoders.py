@@ -35,8 +35,8 @@ from deepnmt.processes.launch import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status
+from deepnmt.training.dry_run import plan_by_shapes, shapes_by_name
 from deepnmt.training.fine_tuning import find_trained
-from deepnmt.training.plan import plan_by_shapes, shapes_by_name
 
 BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
 

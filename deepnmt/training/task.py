@@ -101,7 +101,8 @@ class Task:
             content.
         prepare: (recipe, part) prepares the data for `open`, or a part of them such as "3/8" (empty: all), and returns
             their folder; None: there is nothing to prepare.
-        plan: (recipe, card) returns what `train --dry-run` prints; `card`: for which GPU, see `training.plan.describe`.
+        plan: (recipe, card) returns what `train --dry-run` prints; `card`: for which GPU, see
+            `training.dry_run.describe`.
         look: see `Look`.
         describe: (record of a validation or a look) returns what a progress line says of its figures, after a space.
         warn: (recipe, update, figures of a validation or a look) returns a sentence if training has gone wrong in a way

@@ -29,8 +29,8 @@ from deepnmt.processes.launcher import lost_launcher
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import output_may_be_lost
 from deepnmt.training.divergence import Explain, diverged
+from deepnmt.training.dry_run import disk_note
 from deepnmt.training.log import Monitor
-from deepnmt.training.plan import disk_note
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
 from deepnmt.training.stages import end_stages, resume_stages
 from deepnmt.training.state import Interval, TrainState

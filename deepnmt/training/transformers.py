@@ -12,8 +12,8 @@ from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
+from deepnmt.training.dry_run import check_memory
 from deepnmt.training.fine_tuning import trained_weights
-from deepnmt.training.plan import check_memory
 from deepnmt.training.profile import save_profile
 
 

@@ -35,7 +35,7 @@ from deepnmt.checkpoint.checkpoint import (
     write_checkpoint,
 )
 from deepnmt.checkpoint.retention import check_average_last
-from deepnmt.training.plan import describe
+from deepnmt.training.dry_run import describe
 
 VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
 

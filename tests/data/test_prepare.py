@@ -25,7 +25,7 @@ from deepnmt.data import build, encoding
 from deepnmt.data import prepare as prepare_module
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, check_settings
-from deepnmt.training.plan import describe
+from deepnmt.training.dry_run import describe
 
 SYLLABLES = ("ba", "ko", "ten", "lis", "mur", "a", "ei", "st")
 

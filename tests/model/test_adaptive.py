@@ -18,7 +18,7 @@ from deepnmt.model.init import new_model
 from deepnmt.model.objective import BandedCrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
-from deepnmt.training.plan import count_parameters
+from deepnmt.training.dry_run import count_parameters
 
 VOCAB, WIDTH = 23, 8
 

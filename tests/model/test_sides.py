@@ -23,7 +23,7 @@ from deepnmt.model.transformer import Transformer, unit_names
 from deepnmt.parallel.pipeline.boundary import Boundary
 from deepnmt.parallel.pipeline.partition import cost_units, partition
 from deepnmt.tokens import PAD
-from deepnmt.training.plan import count_parameters
+from deepnmt.training.dry_run import count_parameters
 
 VOCAB, LAYERS = 11, 3
 SHAPES: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import yaml
 from deepnmt.config import load_recipe
 from deepnmt.device import CARDS, RESERVED
 from deepnmt.parallel.settings import layout_of
-from deepnmt.training.plan import count_parameters, largest_micro_batch, memory_estimate
+from deepnmt.training.dry_run import count_parameters, largest_micro_batch, memory_estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from deepnmt.cli import main as deepnmt
 from deepnmt.config import Model, load_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.tasks.language_model.text import PreparedText
-from deepnmt.training.plan import count_parameters
+from deepnmt.training.dry_run import count_parameters
 from studies.__main__ import main
 from studies.decoder_only import CLOSE, equal_model
 

@@ -23,7 +23,7 @@ from deepnmt.model.init import new_model
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.plan import check_memory, count_parameters, describe, memory_estimate
+from deepnmt.training.dry_run import check_memory, count_parameters, describe, memory_estimate
 
 
 @pytest.mark.parametrize("tied", ["all", "none"])
@@ -226,10 +226,10 @@ def test_what_cannot_fit_is_refused(
     sizes = (300, 300)
     needed = memory_estimate(small, layout_of(small, 1), count_parameters(small.model, *sizes), 300)
     most = sum(needed.values()) + 8 * 64 * 16 - 1  # and the positions, twice
-    monkeypatch.setattr("deepnmt.training.plan.memory", lambda *_: most)
+    monkeypatch.setattr("deepnmt.training.dry_run.memory", lambda *_: most)
     capsys.readouterr()
     check_memory(small, layout_of(small, 1), sizes, 1.0, Ranks.alone())
     assert "lower batch.tokens" in capsys.readouterr().err, "a warning, since the estimate may be wrong"
-    monkeypatch.setattr("deepnmt.training.plan.memory", lambda *_: most + 1)
+    monkeypatch.setattr("deepnmt.training.dry_run.memory", lambda *_: most + 1)
     check_memory(small, layout_of(small, 1), sizes, 1.0, Ranks.alone())
     assert capsys.readouterr().err == "" and "too much memory" not in figures(describe(small))

@@ -34,8 +34,8 @@ from deepnmt.extras.export.exported import FACTS, KIND, weights_of
 from deepnmt.files import write_text
 from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
+from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.encoders import load_encoder
-from deepnmt.training.plan import shapes_by_name
 
 TASK = "masked_lm"
 LARGEST_DIFFERENCE = 1e-5  # allowed between the logits of the two models

@@ -16,8 +16,8 @@ from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.text import PreparedText, blocks_of
+from deepnmt.training.dry_run import micro_batches, plan_of
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins
-from deepnmt.training.plan import micro_batches, plan_of
 from deepnmt.training.profile import first_of, profile_on
 from deepnmt.training.task import Task, Validation, perplexity
 from deepnmt.training.transformers import start_transformer

@@ -18,8 +18,8 @@ from deepnmt.tasks.speech.model import build_of, initial_weights
 from deepnmt.tasks.speech.prepare import PreparedSpeech
 from deepnmt.tasks.speech.recognise import word_errors
 from deepnmt.tasks.speech.settings import SpeechRecipe
+from deepnmt.training.dry_run import plan_by_shapes
 from deepnmt.training.fine_tuning import check_parts
-from deepnmt.training.plan import plan_by_shapes
 from deepnmt.training.task import Task, Validation
 from deepnmt.training.validation import sum_losses
 

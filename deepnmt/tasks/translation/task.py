@@ -18,8 +18,8 @@ from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_validation_text, settled
 from deepnmt.tasks.translation.validate import validate
+from deepnmt.training.dry_run import describe
 from deepnmt.training.fine_tuning import check_parts
-from deepnmt.training.plan import describe
 from deepnmt.training.profile import profile_for
 from deepnmt.training.task import Figures, Look, Task
 from deepnmt.training.transformers import start_transformer

@@ -18,8 +18,8 @@ from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.extras.export import bert
 from deepnmt.tasks.masked_lm.model import build_of
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe
+from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.encoders import load_encoder
-from deepnmt.training.plan import shapes_by_name
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text" / "train.en"
 

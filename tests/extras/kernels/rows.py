@@ -35,7 +35,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.plan import memory_estimate
+from deepnmt.training.dry_run import memory_estimate
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
 

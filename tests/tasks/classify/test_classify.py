@@ -29,7 +29,7 @@ from deepnmt.tasks.classify.model import build_of
 from deepnmt.tasks.classify.settings import ClassifyRecipe
 from deepnmt.tasks.classify.task import TASK, validate
 from deepnmt.tokens import BOS, EOS
-from deepnmt.training.plan import shapes_by_name
+from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.state import TrainState
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text"

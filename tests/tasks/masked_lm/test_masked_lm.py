@@ -30,7 +30,7 @@ from deepnmt.tasks.masked_lm.prepare import PreparedText
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe, Masking
 from deepnmt.tasks.masked_lm.task import TASK, text_of, validate
 from deepnmt.tokens import BOS, EOS, PAD
-from deepnmt.training.plan import shapes_by_name
+from deepnmt.training.dry_run import shapes_by_name
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text"
 VOCAB, MASK_ID = 1000, 4
