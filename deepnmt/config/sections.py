@@ -800,9 +800,10 @@ class Optimizer(Section):
             yield Fault(("unrectified", "name"), f"unrectified ({self.unrectified}) needs name: "
                         f"{either(misplaced['unrectified'])}, but name is {self.name}; remove it, or set it to "
                         "momentum")
-        if {"betas", "eps"} & misplaced.keys():
-            yield Fault(("betas", "eps", "name"), f"betas ({self.betas}) and eps ({self.eps:g}) have no effect with "
-                        f"name: {self.name}; remove them")
+        for setting in ("betas", "eps"):
+            if setting in misplaced:
+                yield Fault((setting, "name"), f"{setting} ({getattr(self, setting)}) has no effect with name: "
+                            f"{self.name}; remove it")
         if self.weight_decay and self.decay_norms_and_biases is None:
             yield Fault(("weight_decay", "decay_norms_and_biases"), f"weight_decay ({self.weight_decay:g}) needs "
                         "decay_norms_and_biases: true (every parameter) or false (matrices alone)")
@@ -1082,9 +1083,9 @@ class Translate(Section):
                 yield Fault(("backend", "finish", "patience"), "backend (ctranslate2) searches with finish: best and a "
                             f"patience, but finish is {self.finish} and patience {patience}; set finish: best and "
                             "patience: 1.0")
-            if self.length_penalty == "gnmt":
+            if self.length_penalty not in ("average", "none"):
                 yield Fault(("backend", "length_penalty"), "backend (ctranslate2) needs length_penalty: average or "
-                            "none, but length_penalty is gnmt; set another, or backend: torch")
+                            f"none, but length_penalty is {self.length_penalty}; set another, or backend: torch")
         elif self.precision in ("int16", "int8"):
             yield Fault(("precision", "backend"), f"precision ({self.precision}) needs backend: ctranslate2, but "
                         "backend is torch; set precision: fp32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepnmt.cli import COMMANDS, main
+from deepnmt.config.choices import FORMATS
 from studies import __main__ as studies
 
 NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepnmt"
@@ -27,7 +28,7 @@ NEEDS = "needs a recipe (a YAML file) or the folder of a run, for example: deepn
     ("train my.yaml --check=best", "unknown option --check; see deepnmt train --help"),
     ("translate runs/my --check=best", "unknown option --check; did you mean --checkpoint? see deepnmt translate "
      "--help"),
-    ("translate runs/my --format json", "--format is 'json', must be one of text, tsv, jsonl; did you mean jsonl? "
+    ("translate runs/my --format json", f"--format is 'json', must be one of {', '.join(FORMATS)}; did you mean jsonl? "
      "see deepnmt translate --help"),
     ("translate runs/my --input", "--input: expected one argument; see deepnmt translate --help"),
     ("average runs/my --last three", "--last is 'three', must be a whole number; see deepnmt average --help"),

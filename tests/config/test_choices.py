@@ -13,7 +13,7 @@ from deepnmt.data import subwords
 from deepnmt.decode import formats
 from deepnmt.errors import UserError
 from deepnmt.evaluate import metrics
-from deepnmt.model import blocks, feedforward, positions, published
+from deepnmt.model import blocks, feedforward, objective, positions, published
 from deepnmt.optim import optimizers, schedules
 from deepnmt.training import trainer
 from deepnmt.training.task import Task, find_task
@@ -28,6 +28,7 @@ from deepnmt.training.task import Task, find_task
     (choices.VOCAB_KINDS, subwords.SAMPLERS),
     (choices.OPTIMIZERS, optimizers.OPTIMIZERS),
     (choices.SCHEDULES, schedules.SCHEDULES),
+    (choices.OBJECTIVES, objective.OBJECTIVES),
     (choices.TASKS, [name for name in choices.TASKS if isinstance(find_task(name), Task)]),
     (choices.METRICS, metrics.SCORERS),
     (choices.FORMATS, formats.WRITERS),
