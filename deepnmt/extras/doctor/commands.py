@@ -49,8 +49,8 @@ def diagnose(words: list[str]) -> None:
         help="instead of all that: do activations and their changes keep their size over widths and depths, with\n"
         "model.tuned_at and without? Writes RUN/coordinates")
     add("--widths", type=int, nargs="+", metavar="N", help="for it (default 32 64 128)")
-    add("--depths", type=int, nargs="+", metavar="N", help="for it, layers of each stack (default 2 4 8 16)")
-    add("--seeds", type=int, metavar="N", help="for it, models of each size (default 1)")
+    add("--depths", type=int, nargs="+", metavar="N", help="for it, layers of each stack (default 4 8 16 32)")
+    add("--seeds", type=int, metavar="N", help="for it, models of each size (default 3)")
     args, recipe = parse(parser, words)
     if recipe.task != type(recipe).default("task"):
         raise UserError(f"the recipe has task: {recipe.task}, but the doctor's verdict was learned from translation, "
@@ -101,9 +101,9 @@ def _coordinates(parser: ArgumentParser, args: Namespace, recipe: Recipe) -> Non
         if getattr(args, name) != parser.get_default(name):
             raise UserError(f"--{name} has no effect with --coordinates; remove one of them")
     widths = args.widths or [32, 64, 128]
-    depths = args.depths or [2, 4, 8, 16]
+    depths = args.depths or [4, 8, 16, 32]
     updates = 10 if args.updates is None else args.updates
-    seeds = 1 if args.seeds is None else args.seeds
+    seeds = 3 if args.seeds is None else args.seeds
     for name, values in (("widths", widths), ("depths", depths), ("updates", [updates]), ("seeds", [seeds])):
         if min(values) < 1:
             raise UserError(f"--{name} has {min(values)}, must be 1 or more")
