@@ -46,7 +46,8 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.local import LocalEngine
 from deepnmt.progress import show_progress
 
-ALL_LOGITS = "logits of all tokens"  # of which `check_coordinates` says nothing, see above
+LOG_PROBABILITIES = "log-probabilities"
+ALL_LOGITS = "logits of all tokens"  # not judged, see above
 FLAT = 1.5  # largest over smallest value up to which a quantity counts as flat
 RULES = ("carried", "plain")  # with and without `model.tuned_at`
 TOKENS = 256  # of a batch, on the target side
@@ -122,7 +123,7 @@ def quantities(model: Transformer, recipe: Recipe, batch: Batch) -> dict[str, li
         hidden = model.decode(batch["trg_in"], memory, batch["src_lengths"], batch.key)[real["decoder"]]
     logits = hidden @ model.output_weight.t()
     references = batch["trg_out"][real["decoder"]][:, None]
-    values["log-probabilities"] = [logits.log_softmax(1).gather(1, references)]
+    values[LOG_PROBABILITIES] = [logits.log_softmax(1).gather(1, references)]
     values[ALL_LOGITS] = [logits]
     return values
 

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from deepnmt.config import Recipe
 from deepnmt.extras.doctor.commands import diagnose
-from deepnmt.extras.doctor.coordinates import ALL_LOGITS, FLAT, Measured, Size, at_size, measure, spread
+from deepnmt.extras.doctor.coordinates import (
+    ALL_LOGITS,
+    FLAT,
+    LOG_PROBABILITIES,
+    Measured,
+    Size,
+    at_size,
+    measure,
+    quantities,
+    spread,
+)
 from deepnmt.model.init import new_model
 from deepnmt.parallel.local import LocalEngine
 
@@ -31,7 +41,7 @@ def recipe(**optimizer: object) -> Recipe:
 @pytest.fixture(scope="module")
 def found() -> dict[bool, dict[Size, Measured]]:
     """Sizes and changes of quantities by size, carried over or not."""
-    batches = 10 * [micro_batch(0, 16, 12, 12, 0)]  # of further random batches there is nothing to learn
+    batches = [micro_batch(number, 16, 12, 12, number) for number in range(10)]
     sizes = list(dict.fromkeys(size for group in SIZES.values() for size in group))
     return {carried: {size: measure(at_size(recipe(), size, sizes[0] if carried else None), (VOCAB, VOCAB), batches)
                       for size in sizes} for carried in (True, False)}
@@ -41,8 +51,9 @@ def found() -> dict[bool, dict[Size, Measured]]:
 def test_coordinates_are_flat_with_the_rule_and_not_without(axis: str, found: dict) -> None:
     def largest(carried: bool) -> float:
         two = [found[carried][size] for size in SIZES[axis]]
+        # random references cannot be learned, so what changes of their logits falls as that of all logits
         return max(spread([getattr(one, kind)[name] for one in two])
-                   for kind in Measured._fields for name in two[0].size if name != ALL_LOGITS)
+                   for kind in Measured._fields for name in two[0].size if name not in (ALL_LOGITS, LOG_PROBABILITIES))
 
     assert largest(carried=True) < FLAT
     assert largest(carried=False) > 2 * FLAT
@@ -50,29 +61,27 @@ def test_coordinates_are_flat_with_the_rule_and_not_without(axis: str, found: di
 
 @torch.no_grad()
 def logit_changes(width: int) -> tuple[float, float]:
-    """The mean sizes of what ten updates change of the logits by the table's change, and of what their change of the
-    hidden states is in the logits of a table that no update has seen."""
+    """The mean sizes of what ten updates on a batch change of its references' log-probabilities, and of what their
+    change of the hidden states is in the logits of a table that no update has seen."""
     small = Size(32, 2, 2)
     sized = at_size(recipe(), small._replace(width=width), small)
     model = new_model(sized.model, VOCAB, VOCAB, 1)
-    batches = [micro_batch(number, 16, 12, 12, number) for number in range(10)]
+    batch = micro_batch(0, 16, 12, 12, 0)
     engine, seen = LocalEngine(model, sized, torch.device("cpu")), list[Tensor]()
-    table = model.output_weight.clone()
     model.decoder.norm.register_forward_hook(lambda _m, _i, hidden: seen.append(hidden.flatten(0, 1)))
-    model(batches[0])
+    before = quantities(model, sized, batch)[LOG_PROBABILITIES][0]
     with torch.enable_grad():
-        for batch in batches:
+        for _ in range(10):
             engine.train_step([batch], batch.tokens, sized.optimizer.lr)
-    model(batches[0])
+    after = quantities(model, sized, batch)[LOG_PROBABILITIES][0]
     other = torch.randn(1_000, width, generator=torch.Generator().manual_seed(1)) * width**-0.5
-    return (float((seen[-1] @ (model.output_weight - table).t()).abs().mean()),
-            float(((seen[-1] - seen[0]) @ other.t()).abs().mean()))
+    return float((after - before).abs().mean()), float(((seen[-1] - seen[0]) @ other.t()).abs().mean())
 
 
 def test_what_falls_in_the_logits_is_how_random_vectors_overlap() -> None:
-    (learned, random), (wide_learned, wide_random) = logit_changes(32), logit_changes(128)
-    assert spread([learned, wide_learned]) < FLAT
-    assert random / wide_random == pytest.approx(128**0.5 / 32**0.5, rel=0.15)
+    learned, by_chance = (spread(two) for two in zip(logit_changes(32), logit_changes(128), strict=True))
+    assert learned < FLAT
+    assert by_chance == pytest.approx(128**0.5 / 32**0.5, rel=0.15)
 
 
 def test_spread() -> None:
@@ -88,7 +97,7 @@ def test_the_command(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     assert "decoder: cross-attention" in said and f"within {FLAT:g}:" in said
     values = json.loads((tmp_path / "coordinates.json").read_text())["values"]
-    assert len(values["depth"]["plain"]["change"]["log-probabilities"]) == 2
+    assert len(values["depth"]["plain"]["change"][LOG_PROBABILITIES]) == 2
     assert (tmp_path / "coordinates.png").stat().st_size > 10_000
     for more, sentence in [
         (["--tokens", "9"], "--tokens has no effect with --coordinates; remove one of them"),
