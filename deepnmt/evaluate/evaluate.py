@@ -82,27 +82,30 @@ def evaluate_run(
                         "two")
     ranks = ranks or Ranks.alone(choose(recipe.parallel.device))
     sets = load_test_sets(recipe, tests)
-    own = [metric for metric in metrics if metric in METRICS]
-    outer = [metric for metric in metrics if metric not in METRICS]
+    own, outer = [], []
+    for metric in metrics:
+        if metric in METRICS:
+            own.append(metric)
+        else:
+            outer.append(metric)
     outside = outside_of(recipe) if outer else None
     make_scorers(recipe.data.trg_lang, metrics, outside)
     if hypotheses and not ranks.first:
         return ""
-    names = system_names([recipe.run, *(other.run for other in others.values())])
-    file = Path(output) if output is not None else scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
+    names = system_names([recipe.run, *[other.run for other in others.values()]])
+    if output is not None:
+        file = Path(output)
+    else:
+        file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
     facts: dict[str, Any] = {}
     if hypotheses:
         systems = read_systems(hypotheses, sets)
     else:
-        systems, facts = {}, {}
-        runs = [(recipe, checkpoints or recipe.run), *((other, folder) for folder, other in others.items())]
-        for name, (of, folders) in zip(names, runs, strict=True):
-            for lang in ("src_lang", "trg_lang"):
-                if (theirs := getattr(of.data, lang)) != (ours := getattr(recipe.data, lang)):
-                    raise UserError(f"{of.run} has data.{lang} {theirs} and {recipe.run} {ours}; compare runs of one "
-                                    "pair of languages")
-            systems[name], about = _translate_sets(of, folders, sets, ranks, expected if of is recipe else None)
-            facts = facts or about
+        systems = {}
+        systems[names[0]], facts = _translate_sets(recipe, checkpoints or recipe.run, sets, ranks, expected)
+        for name, (folder, other) in zip(names[1:], others.items(), strict=True):
+            _require_languages(other, recipe)
+            systems[name], _ = _translate_sets(other, folder, sets, ranks, None)
         if not ranks.first:
             return ""
     steps = steps_of_scoring(len(systems), len(sets), len(metrics))
@@ -110,18 +113,30 @@ def evaluate_run(
     with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
         report = score_systems(systems, sets, recipe.data.trg_lang, own, progress)
     _write_scores(file, report, facts, output is not None)
+    commands = None
     try:
-        texts = None if file.exists() and not file.is_file() else _keep_texts(texts_folder(file), systems, sets)
+        if file.is_file() or not file.exists():  # not beside a device
+            commands = _keep_texts(texts_folder(file), systems, sets)
     except OSError as error:
         raise _unwritable(file, error) from None
-    report = replace(report, lower=frozenset(name for name in outer if recipe.metrics[name].lower_is_better))
+    lower = [name for name in outer if recipe.metrics[name].lower_is_better]
+    report = replace(report, lower=frozenset(lower))
     for metric in outer:  # one after the other, so that a fault in a program costs none of the other scores
         report |= score_systems(systems, sets, recipe.data.trg_lang, [metric], outside=outside)
         _write_scores(file, report, facts, output is not None)
     print_status(f"scores are in {file}")
-    if texts is not None:
-        print_status(f"texts are in {texts_folder(file)}; for COMET:\n{texts}")
+    if commands is not None:
+        print_status(f"texts are in {texts_folder(file)}; for COMET:\n{commands}")
     return report.table()
+
+
+def _require_languages(other: Recipe, recipe: Recipe) -> None:
+    """Raises `UserError` if another run is of other languages."""
+    for lang in ("src_lang", "trg_lang"):
+        theirs, ours = getattr(other.data, lang), getattr(recipe.data, lang)
+        if theirs != ours:
+            raise UserError(f"{other.run} has data.{lang} {theirs} and {recipe.run} {ours}; compare runs of one pair "
+                            "of languages")
 
 
 def _write_scores(file: Path, report: Report, facts: Mapping[str, Any], given: bool) -> None:
@@ -158,7 +173,8 @@ def _translate_sets(
     models = load_models(folders, recipe.translate, ranks, expected, alone=True)
     if ranks.first:
         what = "running average of the weights" if has_average(models.members[0].folder) else "model"
-        print_status(f"scoring the {what} of {', '.join(str(member.folder) for member in models.members)}")
+        folders_of_all = [str(member.folder) for member in models.members]
+        print_status(f"scoring the {what} of {', '.join(folders_of_all)}")
     translations = []
     for test in sets:
         total = len(test.sources)
@@ -179,7 +195,9 @@ def _translate_sets(
 
 def texts_folder(scores: Path) -> Path:
     """The folder of the texts that belong to a file of scores."""
-    return scores.with_suffix("") if scores.suffix else scores.with_name(f"{scores.name}-texts")
+    if scores.suffix:
+        return scores.with_suffix("")
+    return scores.with_name(f"{scores.name}-texts")
 
 
 def text_name(name: str) -> str:
@@ -193,9 +211,10 @@ def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequ
     commands = []
     for number, test in enumerate(sets):
         stem = folder / text_name(test.name)
-        texts = {"src": test.sources}
-        for count, lines in enumerate(test.references, start=1):
-            texts["ref" if count == 1 else f"ref{count}"] = lines
+        first, *further = test.references
+        texts = {"src": test.sources, "ref": first}
+        for count, lines in enumerate(further, start=2):
+            texts[f"ref{count}"] = lines
         hypotheses = []
         for system, translations in systems.items():
             ending = f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp"
@@ -234,21 +253,30 @@ def scores_file(
     parts = []
     for folder in checkpoints:
         parts += _checkpoint_parts(Path(folder).resolve(), run.resolve())
-    parts += [spec.partition("=")[0] for spec in hypotheses or ()]
+    for spec in hypotheses or ():
+        system, _, _ = spec.partition("=")
+        parts.append(system)
     parts += others
 
     def settings(of: Recipe) -> dict[str, Any]:
-        search = {} if hypotheses else {"seed": of.seed, **of.translate.model_dump()}
-        return {"src_lang": of.data.src_lang, "trg_lang": of.data.trg_lang, **search}
+        values: dict[str, Any] = {"src_lang": of.data.src_lang, "trg_lang": of.data.trg_lang}
+        if not hypotheses:
+            values |= {"seed": of.seed, **of.translate.model_dump()}
+        return values
 
     default = settings(own)
-    parts += [f"{name}_{value}" for name, value in settings(recipe).items() if value != default[name]]
+    for name, value in settings(recipe).items():
+        if value != default[name]:
+            parts.append(f"{name}_{value}")
     if tests or recipe.data.test != own.data.test:
         for spec, test in zip(tests or recipe.data.test, sets, strict=True):
-            known = "=" not in spec and recipe.data.test.get(spec) == own.data.test.get(spec)
-            lines = json.dumps([test.sources, *test.references])
-            parts.append(test.name if known else f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
-    return run / ("-".join(["scores", *map(text_name, parts)]) + ".json")
+            if "=" not in spec and recipe.data.test.get(spec) == own.data.test.get(spec):
+                parts.append(test.name)
+            else:
+                lines = json.dumps([test.sources, *test.references])
+                parts.append(f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
+    stem = "-".join(["scores", *map(text_name, parts)])
+    return run / f"{stem}.json"
 
 
 def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
@@ -259,7 +287,9 @@ def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
     elif (checkpoint / "checkpoints").is_dir():
         names = (checkpoint.name,)
     else:
-        other = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+        other = checkpoint.parent
+        if other.name == "checkpoints":
+            other = other.parent
         names = (other.name, checkpoint.name)
     return [name for name in names if name != "checkpoints"]
 
@@ -285,9 +315,11 @@ def _load_test_set(recipe: Recipe, spec: str) -> EvaluationSet:
             raise UserError(f"test set {spec!r} is not of the form NAME=SRC,REF, for example mine=test.en,test.de")
         return EvaluationSet(name, _lines(paths[0]), [_lines(paths[1])])
     if spec in recipe.data.test:
-        pairs = list(read_pairs(recipe.data.test[spec]))
-        return EvaluationSet(spec, [src for src, _ in pairs], [[trg for _, trg in pairs]],
-                             recipe.data.test[spec].trg_lang)
+        sources, targets = [], []
+        for src, trg in read_pairs(recipe.data.test[spec]):
+            sources.append(src)
+            targets.append(trg)
+        return EvaluationSet(spec, sources, [targets], recipe.data.test[spec].trg_lang)
     if spec not in DATASETS:
         near = difflib.get_close_matches(spec, [*recipe.data.test, *DATASETS], n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

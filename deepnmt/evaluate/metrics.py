@@ -77,8 +77,11 @@ class Scores:
 
     def as_json(self) -> dict[str, Any]:
         """`bleu`, `bleu_signature` and so on, and `sentences`."""
-        signatures = {f"{metric}_signature": signature for metric, signature in self.signatures.items()}
-        return {**self.values, **signatures, "sentences": self.sentences}
+        record: dict[str, Any] = dict(self.values)
+        for metric, signature in self.signatures.items():
+            record[f"{metric}_signature"] = signature
+        record["sentences"] = self.sentences
+        return record
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,10 @@ class Comparison:
 class Report:
     """Scores by system and test set, in the order of the table; comparisons of all systems with the first."""
 
+    scores: dict[str, dict[str, Scores]]
+    comparisons: list[Comparison] = field(default_factory=list)
+    lower: frozenset[str] = frozenset()  # of the metrics that are not in `METRICS`, those where lower is better
+
     def __or__(self, other: Report) -> Report:
         """With the scores of the same systems by other metrics."""
         scores: dict[str, dict[str, Scores]] = {}
@@ -116,18 +123,16 @@ class Report:
             scores[system] = {}
             for test, mine in by_set.items():
                 theirs = other.scores[system][test]
-                scores[system][test] = Scores({**mine.values, **theirs.values},
-                                              {**mine.signatures, **theirs.signatures}, mine.sentences)
+                scores[system][test] = Scores(mine.values | theirs.values, mine.signatures | theirs.signatures,
+                                              mine.sentences)
         return Report(scores, self.comparisons + other.comparisons, self.lower)
-
-    scores: dict[str, dict[str, Scores]]
-    comparisons: list[Comparison] = field(default_factory=list)
-    lower: frozenset[str] = frozenset()  # of the metrics that are not in `METRICS`, those where lower is better
 
     @property
     def metrics(self) -> list[str]:
         """Those that were scored, in the order of the table."""
-        return list(next(iter(next(iter(self.scores.values())).values())).values)
+        by_set = next(iter(self.scores.values()))
+        scores = next(iter(by_set.values()))
+        return list(scores.values)
 
     def average(self, system: str, metric: str) -> float:
         """The mean over the test sets."""
@@ -139,47 +144,62 @@ class Report:
         `sets` and `average`; those of a single test set are also at the top."""
         systems = {}
         for system, by_set in self.scores.items():
+            record: dict[str, Any] = {}
             sets = {name: scores.as_json() for name, scores in by_set.items()}
-            single = next(iter(sets.values())) if len(sets) == 1 else {}
-            average = {metric: self.average(system, metric) for metric in self.metrics}
-            systems[system] = {**single, "sets": sets, "average": average}
+            if len(sets) == 1:
+                record |= next(iter(sets.values()))
+            record["sets"] = sets
+            record["average"] = {metric: self.average(system, metric) for metric in self.metrics}
+            systems[system] = record
         if len(systems) == 1:
-            return {"system": system, **systems[system]}
+            [(system, record)] = systems.items()
+            return {"system": system, **record}
         return {"systems": systems, "comparisons": [asdict(comparison) for comparison in self.comparisons]}
 
     def table(self) -> str:
         """For each metric a row a system, a column a test set, their average and the signature; then comparisons."""
-        blocks = []
-        for metric in self.metrics:
-            name, own = line_of(metric), metric in METRICS
-            lower = METRICS[metric].lower_is_better if own else metric in self.lower
-            sets = list(next(iter(self.scores.values())))
-            rows = [[name + (" (lower is better)" if lower else ""), *sets, "average"]]
-            digits = 2 if own else 4
-            signatures: dict[str, None] = {}  # different ones
-            for system, by_set in self.scores.items():
-                row = [system]
-                for scores in by_set.values():
-                    row.append(f"{scores.values[metric]:.{digits}f}")
-                    signatures[scores.signatures[metric]] = None
-                rows.append([*row, f"{self.average(system, metric):.{digits}f}"])
-            if len(sets) == 1:
-                rows = [row[:-1] for row in rows]
-            blocks.append("\n".join([table(rows), *(f"{name}|{signature}" for signature in signatures)]))
+        blocks = [self._table_of(metric) for metric in self.metrics]
         if self.comparisons:
             lines = ["approximate randomization, * where p < 0.05; in brackets p of SacreBLEU's paired bootstrap"]
             for c in self.comparisons:
-                digits = 2 if c.metric in METRICS else 4
-                lines.append(f"{c.test_set}: {line_of(c.metric)} of {c.system} is {c.difference:+.{digits}f} against "
-                             f"{c.baseline}, p = {c.p_value:.4f}{'*' if c.p_value < 0.05 else ''} "
+                star = "*" if c.p_value < 0.05 else ""
+                lines.append(f"{c.test_set}: {line_of(c.metric)} of {c.system} is "
+                             f"{c.difference:+.{digits_of(c.metric)}f} against {c.baseline}, p = {c.p_value:.4f}{star} "
                              f"({c.sacrebleu_p_value:.4f})")
             blocks.append("\n".join(lines))
         return "\n\n".join(blocks)
+
+    def _table_of(self, metric: str) -> str:
+        digits = digits_of(metric)
+        sets = list(next(iter(self.scores.values())))
+        head = line_of(metric)
+        if metric in self.lower or (metric in METRICS and METRICS[metric].lower_is_better):
+            head += " (lower is better)"
+        rows = [[head, *sets]]
+        signatures = []  # different ones
+        for system, by_set in self.scores.items():
+            row = [system]
+            for scores in by_set.values():
+                row.append(f"{scores.values[metric]:.{digits}f}")
+                signature = f"{line_of(metric)}|{scores.signatures[metric]}"
+                if signature not in signatures:
+                    signatures.append(signature)
+            rows.append(row)
+        if len(sets) > 1:
+            rows[0].append("average")
+            for row in rows[1:]:
+                row.append(f"{self.average(row[0], metric):.{digits}f}")
+        return "\n".join([table(rows), *signatures])
 
 
 def line_of(metric: str) -> str:
     """What a table calls a metric."""
     return METRICS[metric].line if metric in METRICS else metric
+
+
+def digits_of(metric: str) -> int:
+    """The decimals of a metric; those that a recipe adds may lie between 0 and 1."""
+    return 2 if metric in METRICS else 4
 
 
 def outside_of(recipe: Recipe) -> Outside:
@@ -205,8 +225,9 @@ def score_systems(
         UserError: a translation has another number of lines than its test set.
     """
     done = 0
-    scores: dict[str, dict[str, Scores]] = {system: {} for system in systems}
+    scores: dict[str, dict[str, Scores]] = {}
     for system, translations in systems.items():
+        scores[system] = {}
         for test, lines in zip(sets, translations, strict=True):
             name = f"{system} on {test.name}"
             scores[system][test.name] = score_lines(lines, test.references, test.lang or lang, name, metrics, outside,
@@ -226,7 +247,8 @@ def score_systems(
 
 def steps_of_scoring(systems: int, sets: int, metrics: int) -> int:
     """How many texts `score_systems` scores, each once and, if there are several systems, once more to compare them."""
-    return (2 if systems > 1 else 1) * systems * sets * metrics
+    once = systems * sets * metrics
+    return 2 * once if systems > 1 else once
 
 
 def score_lines(
@@ -266,9 +288,10 @@ def compare(
     baseline, *others = systems
     comparisons = []
     for metric, scorer in scorers.items():
-        first, *rest = (sentence_statistics(scorer, lines, test.references) for lines in systems.values())
         name = line_of(metric)
-        for system, statistics, bootstrap in zip(others, rest, results[name][1:], strict=True):
+        first = sentence_statistics(scorer, systems[baseline], test.references)
+        for system, bootstrap in zip(others, results[name][1:], strict=True):
+            statistics = sentence_statistics(scorer, systems[system], test.references)
             result = difference(statistics, first, score_of(scorer))
             comparisons.append(Comparison(test.name, metric, system, baseline, result.value, result.p,
                                           float(bootstrap.p_value), float(bootstrap.mean), float(bootstrap.ci),

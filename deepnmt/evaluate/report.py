@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,19 +71,24 @@ def write_report(recipes: Sequence[Recipe], scores: str, output: Path) -> Path:
         UserError: a run was not evaluated, or has no texts; two have no test set in common; the page cannot be written.
     """
     runs = [_read(recipe, Path(recipe.run) / scores) for recipe in recipes]
-    names = [name for name in runs[0].sets if all(run.sets.get(name) == runs[0].sets[name] for run in runs)]
+    first, *others = runs
+    folders = [recipe.run for recipe in recipes]
+    names = list(first.sets)
+    for other in others:
+        names = [name for name in names if other.sets.get(name) == first.sets[name]]
     if not names:
-        raise UserError(f"{' and '.join(recipe.run for recipe in recipes)} were scored on no test set in common; "
-                        "evaluate both on the same")
-    labels = system_names([recipe.run for recipe in recipes])
+        raise UserError(f"{' and '.join(folders)} were scored on no test set in common; evaluate both on the same")
+    labels = system_names(folders)
     parts = [f"<h1>{escape(' and '.join(labels))}</h1>", _facts(runs, labels), *_curves(runs, labels)]
     parts += ["<h2>Scores</h2>", *_scores(runs, labels, names)]
-    words = set(itertools.chain.from_iterable(_words(runs[0], name) for name in names))
-    counts = _training_words(runs[0].recipe, words)
+    counts = _training_words(first, names)
     for name in names:
         parts.append(f"<h2>Test set {escape(name)}</h2>")
         parts += [_by_length(runs, labels, name), _by_frequency(runs, labels, name, counts)]
-        parts += _differences(runs, labels, name) if runs[1:] else _best_and_worst(runs[0], name)
+        if others:
+            parts += _differences(runs, labels, name)
+        else:
+            parts += _best_and_worst(first, name)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(output) as stream:
@@ -109,11 +115,14 @@ def _read(recipe: Recipe, file: Path) -> Evaluated:
         if not Path(f"{stem}.hyp").is_file():
             raise UserError(f"{folder} does not hold the texts of test set {name}; run deepnmt evaluate {recipe.run} "
                             "again, which keeps them")
-        src, hyp, ref = (list(read_lines(Path(f"{stem}.{ending}"))) for ending in ("src", "hyp", "ref"))
-        more = [list(read_lines(other)) for other in sorted(folder.glob(f"{text_name(name)}.ref?"))]
+        files = [Path(f"{stem}.ref"), *sorted(folder.glob(f"{text_name(name)}.ref?"))]
+        references = [list(read_lines(file)) for file in files]
+        lang = recipe.data.trg_lang
         test = recipe.data.test.get(name)
-        sets[name] = EvaluationSet(name, src, [ref, *more], (test and test.trg_lang) or recipe.data.trg_lang)
-        translations[name] = hyp
+        if test and test.trg_lang:
+            lang = test.trg_lang
+        sets[name] = EvaluationSet(name, list(read_lines(Path(f"{stem}.src"))), references, lang)
+        translations[name] = list(read_lines(Path(f"{stem}.hyp")))
     return Evaluated(recipe, scores, sets, translations)
 
 
@@ -156,10 +165,12 @@ def _curves(runs: Sequence[Evaluated], labels: Sequence[str]) -> list[str]:
 
 def _source_use(records: Sequence[dict[str, Any]], label: str) -> list[str]:
     """A table of how the source was used at the last validation; nothing for a run that did not measure it."""
-    measured = [record for record in records if record["type"] == "valid" and SOURCE_USE.keys() <= record.keys()]
-    if not measured:
+    last = None
+    for record in records:
+        if record["type"] == "valid" and SOURCE_USE.keys() <= record.keys():
+            last = record
+    if last is None:
         return []
-    last = measured[-1]
     rows = [[f"{label}, validation at update {last['update']:,}", ""]]
     for name, words in SOURCE_USE.items():
         rows.append([words, f"{float(last[name]):.3f}"])
@@ -168,32 +179,46 @@ def _source_use(records: Sequence[dict[str, Any]], label: str) -> list[str]:
 
 def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[str]) -> list[str]:
     parts = []
-    metrics = [metric for metric in METRICS if all(metric in run.scores["sets"][names[0]] for run in runs)]
+    metrics = list(METRICS)
+    for run in runs:
+        metrics = [metric for metric in metrics if metric in run.scores["sets"][names[0]]]
     for metric in metrics:
-        rows = [[METRICS[metric].line + " (lower is better)" * METRICS[metric].lower_is_better, *names]]
+        line = METRICS[metric].line
+        head = f"{line} (lower is better)" if METRICS[metric].lower_is_better else line
+        rows = [[head, *names]]
+        signatures = []  # different ones
         for run, label in zip(runs, labels, strict=True):
-            rows.append([label, *(f"{run.scores['sets'][name][metric]:.2f}" for name in names)])
-        signatures = dict.fromkeys(run.scores["sets"][name][f"{metric}_signature"] for run in runs for name in names)
-        parts.append(html_table(rows))
-        parts += [f"<p><small>{METRICS[metric].line}|{escape(signature)}</small></p>" for signature in signatures]
-    if runs[1:]:
-        rows = [["", "difference", "p", "SacreBLEU's p"]]
-        steps = list(itertools.product(names, metrics))
-        line = f"comparing: {{:,}} of {len(steps)} test sets and metrics"
-        with show_progress(line, total=len(steps), desc="comparing", leave=False) as progress:
-            for done, (name, metric) in enumerate(steps, start=1):
-                systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
-                test = runs[0].sets[name]
-                c, = compare(systems, test, test.lang or "", [metric])
-                rows.append([f"{name}, {METRICS[metric].line}", f"{c.difference:+.2f}", f"{c.p_value:.4f}",
-                             f"{c.sacrebleu_p_value:.4f}"])
-                progress(done)
-        parts.append(f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>p, by approximate randomization, is "
-                     "the probability of a difference as large, in either direction, between equal systems. "
-                     "SacreBLEU's p is what its paired bootstrap prints; it is below 0.05 for more than a tenth of "
-                     "equal systems.</p>")
-        parts.append(html_table(rows))
+            row = [label]
+            for name in names:
+                scores = run.scores["sets"][name]
+                row.append(f"{scores[metric]:.2f}")
+                signature = f"<p><small>{line}|{escape(scores[f'{metric}_signature'])}</small></p>"
+                if signature not in signatures:
+                    signatures.append(signature)
+            rows.append(row)
+        parts += [html_table(rows), *signatures]
+    if len(runs) > 1:
+        parts += _compared(runs, labels, names, metrics)
     return parts
+
+
+def _compared(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[str], metrics: Sequence[str]
+              ) -> list[str]:
+    rows = [["", "difference", "p", "SacreBLEU's p"]]
+    steps = list(itertools.product(names, metrics))
+    line = f"comparing: {{:,}} of {len(steps)} test sets and metrics"
+    with show_progress(line, total=len(steps), desc="comparing", leave=False) as progress:
+        for done, (name, metric) in enumerate(steps, start=1):
+            systems = {label: run.translations[name] for run, label in zip(runs, labels, strict=True)}
+            test = runs[0].sets[name]
+            [comparison] = compare(systems, test, test.lang or "", [metric])
+            rows.append([f"{name}, {METRICS[metric].line}", f"{comparison.difference:+.2f}",
+                         f"{comparison.p_value:.4f}", f"{comparison.sacrebleu_p_value:.4f}"])
+            progress(done)
+    return [f"<h3>{escape(labels[1])} against {escape(labels[0])}</h3><p>p, by approximate randomization, is "
+            "the probability of a difference as large, in either direction, between equal systems. "
+            "SacreBLEU's p is what its paired bootstrap prints; it is below 0.05 for more than a tenth of "
+            "equal systems.</p>", html_table(rows)]
 
 
 def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> str:
@@ -207,7 +232,9 @@ def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> s
     rows = [head]
     for number in sorted(groups):
         lines = groups[number]
-        references = [[reference[i] for i in lines] for reference in test.references]
+        references = []
+        for reference in test.references:
+            references.append([reference[i] for i in lines])
         row = [group_words(number, LENGTHS), f"{len(lines):,}"]
         for run in runs:
             translations = [run.translations[name][i] for i in lines]
@@ -220,18 +247,24 @@ def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> s
 def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, counts: Counter[str] | None) -> str:
     if counts is None:
         return "<h3>By frequency of words</h3><p>The training text is not there any more, so nothing is known.</p>"
-    rows = [["times in the training text", "words of the reference", *(f"translated, {label}" for label in labels)]]
-    total, matches = Counter[int](), [Counter[int]() for _ in runs]
+    head = ["times in the training text", "words of the reference"]
+    head += [f"translated, {label}" for label in labels]
+    rows = [head]
+    total = Counter[int]()
+    matches = [Counter[int]() for _ in runs]
     for i, reference in enumerate(runs[0].sets[name].references[0]):
         wanted = Counter(_split(reference))
         for word, count in wanted.items():
             total[group_of(counts[word], FREQUENCIES)] += count
         for run, hits in zip(runs, matches, strict=True):
-            for word, count in (wanted & Counter(_split(run.translations[name][i]))).items():
+            both = wanted & Counter(_split(run.translations[name][i]))
+            for word, count in both.items():
                 hits[group_of(counts[word], FREQUENCIES)] += count
     for number in sorted(total):
-        shares = [f"{100 * hits[number] / total[number]:.1f} %" for hits in matches]
-        rows.append([group_words(number, FREQUENCIES), f"{total[number]:,}", *shares])
+        row = [group_words(number, FREQUENCIES), f"{total[number]:,}"]
+        for hits in matches:
+            row.append(f"{100 * hits[number] / total[number]:.1f} %")
+        rows.append(row)
     return ("<h3>By frequency of words</h3><p>The share of the reference's words that the translation of the same "
             "sentence contains, by how often they come in the training text.</p>") + html_table(rows)
 
@@ -248,11 +281,15 @@ def _best_and_worst(run: Evaluated, name: str) -> list[str]:
 
 
 def _differences(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> list[str]:
-    gains = [theirs - ours for ours, theirs in zip(*(run.chrf[name] for run in runs), strict=True)]
+    one, other = runs
+    gains = [theirs - ours for ours, theirs in zip(one.chrf[name], other.chrf[name], strict=True)]
     order = sorted(range(len(gains)), key=lambda i: (-gains[i], i))
     better = [i for i in order if gains[i] > 0]
     worse = [i for i in order[::-1] if gains[i] < 0]
-    same = sum(a == b for a, b in zip(*(run.translations[name] for run in runs)))
+    same = 0
+    for text, rival in zip(one.translations[name], other.translations[name], strict=True):
+        if text == rival:
+            same += 1
     title = f"chrF2 of every sentence, {labels[1]} less {labels[0]}"
     parts = [f"<h3>Differences</h3><p>{escape(labels[1])} is better in {len(better):,} sentences of {len(gains):,}, "
              f"worse in {len(worse):,}; {same:,} translations are the same.</p>",
@@ -285,9 +322,10 @@ def _sentences(runs: Sequence[Evaluated], labels: Sequence[str], name: str, chos
         lines = [(f"source {i + 1:,}", escape(test.sources[i])), ("reference", escape(reference))]
         for run, label in zip(runs, labels, strict=True):
             lines.append((f"{label} ({run.chrf[name][i]:.0f})", marked(run.translations[name][i], reference)))
-        for number, (label, text) in enumerate(lines):
-            row = "<tr>" if number else "<tr class=first>"
+        row = "<tr class=first>"
+        for label, text in lines:
             rows.append(f"{row}<td class='label'>{escape(label)}</td><td>{text}</td></tr>")
+            row = "<tr>"
     return f"<table class='sentences'>{''.join(rows)}</table>"
 
 
@@ -297,16 +335,22 @@ def marked(text: str, reference: str) -> str:
     words, ends = _words_and_spaces(text)
     parts = []
     for kind, _, _, start, stop in SequenceMatcher(None, wanted, words, autojunk=False).get_opcodes():
-        if start < stop:
-            part = escape("".join(map("".join, zip(words[start:stop], ends[start:stop]))))
-            parts.append(part if kind == "equal" else f"<mark>{part.rstrip()}</mark>{ends[stop - 1]}")
+        if start == stop:
+            continue
+        part = ""
+        for word, end in zip(words[start:stop], ends[start:stop]):
+            part += escape(word + end)
+        parts.append(part if kind == "equal" else f"<mark>{part.rstrip()}</mark>{ends[stop - 1]}")
     return "".join(parts).strip() or "<small>nothing</small>"
 
 
 def _words_and_spaces(text: str) -> tuple[list[str], list[str]]:
     """The words and marks of a text, and what space follows each."""
-    pairs = re.findall(r"(\w+|[^\w\s])(\s*)", text)
-    return [word for word, _ in pairs], [space for _, space in pairs]
+    words, spaces = [], []
+    for word, space in re.findall(r"(\w+|[^\w\s])(\s*)", text):
+        words.append(word)
+        spaces.append(space)
+    return words, spaces
 
 
 def _split(text: str) -> list[str]:
@@ -314,18 +358,20 @@ def _split(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 
 
-def _words(run: Evaluated, name: str) -> set[str]:
-    return {word for reference in run.sets[name].references[0] for word in _split(reference)}
-
-
-def _training_words(recipe: Recipe, words: set[str]) -> Counter[str] | None:
-    """How often these words come in the target side of the training text; None if that cannot be read."""
+def _training_words(run: Evaluated, names: Sequence[str]) -> Counter[str] | None:
+    """How often the words of these test sets' references come in the target side of the training text; None if that
+    cannot be read."""
+    words: set[str] = set()
+    for name in names:
+        for reference in run.sets[name].references[0]:
+            words.update(_split(reference))
     counts: Counter[str] = Counter()
-    total = count_pairs(recipe.data.train)
-    line = f"counting words: {{:,}}{f' of {total:,}' if total else ''} pairs"
+    train = run.recipe.data.train
+    total = count_pairs(train)
+    line = f"counting words: {{:,}} of {total:,} pairs" if total else "counting words: {:,} pairs"
     try:
         with show_progress(line, total=total, desc="counting words", unit=" pairs", leave=False) as progress:
-            for done, (_, target) in enumerate(read_pairs(recipe.data.train), start=1):
+            for done, (_, target) in enumerate(read_pairs(train), start=1):
                 counts.update(word for word in _split(target) if word in words)
                 progress(done)
     except UserError:
@@ -334,8 +380,8 @@ def _training_words(recipe: Recipe, words: set[str]) -> Counter[str] | None:
 
 
 def group_of(value: int, begins: Sequence[int]) -> int:
-    """The last group that begins at or below a value."""
-    return max(number for number, begin in enumerate(begins) if begin <= max(value, begins[0]))
+    """The last group that begins at or below a value; the first one takes what is below all."""
+    return max(0, bisect_right(begins, value) - 1)
 
 
 def group_words(number: int, begins: Sequence[int]) -> str:
