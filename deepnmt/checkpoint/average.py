@@ -65,19 +65,21 @@ def average_run(
     Raises:
         UserError: several ways of choosing were given, or there are no such checkpoints; see also `save_average`.
     """
-    if sum(way is not None for way in (last, best, updates, span, folders)) > 1:
+    ways = (last, best, updates, span, folders)
+    if ways.count(None) < len(ways) - 1:
         raise UserError("checkpoints to average can be chosen in one way only; give last, best, updates, a range or "
                         "folders")
     checkpoints = Path(recipe.run) / "checkpoints"
     if folders is not None:
         chosen = [Path(folder) for folder in folders]
-    elif last is None and best is None and updates is None and span is None:
+    elif ways.count(None) == len(ways):
         chosen = last_consecutive(checkpoints, recipe.average_last)
     else:
         chosen = choose_checkpoints(checkpoints, last, best, updates, span)
     if not chosen:
         raise UserError(f"there is no checkpoint in {checkpoints}; train first")
-    return save_average(chosen, Path(output) if output is not None else Path(recipe.run) / "averaged", model)
+    target = Path(recipe.run) / "averaged" if output is None else Path(output)
+    return save_average(chosen, target, model)
 
 
 # -- which checkpoints -------------------------------------------------------------------------------------------------
@@ -103,16 +105,17 @@ def choose_checkpoints(
             raise UserError(f"updates {list(updates)} name one twice; give each once")
         return [by_update[update] for update in updates]
     if span is not None:
-        chosen = [path for update, path in by_update.items() if span[0] <= update <= span[1]]
+        begin, end = span
+        chosen = [path for update, path in by_update.items() if begin <= update <= end]
         if not chosen:
-            raise UserError(f"no checkpoint in {checkpoints} has an update from {span[0]} to {span[1]}; there are "
-                            f"{names}")
+            raise UserError(f"no checkpoint in {checkpoints} has an update from {begin} to {end}; there are {names}")
         return chosen
+    paths = list(by_update.values())
     if last is not None:
-        count, paths, what = last, list(by_update.values()), "checkpoints"
+        count, what = last, "checkpoints"
     else:
         count, what = best or 0, "validated checkpoints"
-        paths = sorted_by_score(list(by_update.values()), read_scores(checkpoints))
+        paths = sorted_by_score(paths, read_scores(checkpoints))
     if not 1 <= count <= len(paths):
         hint = f"choose from 1 to {len(paths)}" if paths else "train longer first"
         raise UserError(f"{count} {what} in {checkpoints} were requested, but there are {len(paths)}; {hint}")
@@ -142,26 +145,27 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
     """
     target = check_target(target, "the average")
     manifests = [verify_files(folder, {*REQUIRED, *task_files(folder)}) for folder in checkpoints]
-    require_model(checkpoints[0], model)
+    first = checkpoints[0]
+    require_model(first, model)
     weights = average_weights(checkpoints)
-    models = [load_recipe(folder / RECIPE).model for folder in checkpoints]
-    for folder, manifest, other in zip(checkpoints, manifests, models):
-        for name in task_files(checkpoints[0]):
+    expected = load_recipe(first / RECIPE).model
+    for folder, manifest in zip(checkpoints, manifests):
+        for name in task_files(first):
             if manifest["files"].get(name) != manifests[0]["files"][name]:
                 what = "vocabulary" if name in (SRC_VOCAB, TRG_VOCAB) else "file"
-                raise _models_differ(checkpoints[0], folder, f"the {what} {name} differs")
-        for change in changed_settings(models[0], other):
+                raise _models_differ(first, folder, f"the {what} {name} differs")
+        for change in changed_settings(expected, load_recipe(folder / RECIPE).model):
             if not Model.is_marked(change.key, Fact.TRAINING_ONLY):
-                raise _models_differ(checkpoints[0], folder,
+                raise _models_differ(first, folder,
                                      f"model.{change.key} is {change.new} where {change.old} is expected")
     states = [load_state(folder) for folder in checkpoints]
     last, newest = max(zip(states, checkpoints), key=lambda pair: pair[0].update)
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": list(map(str, checkpoints)), "averaged_updates": [state.update for state in states],
                 "updates_beside": list(map(update_of, beside))}
-    write_checkpoint(target, Contents(
-        weights, None, replace(last, loss_scale=None, best={}, extra=averaged),
-        (newest / RECIPE).read_text(encoding="utf-8"), read_task_files(newest)))
+    state = replace(last, loss_scale=None, best={}, extra=averaged)
+    recipe = (newest / RECIPE).read_text(encoding="utf-8")
+    write_checkpoint(target, Contents(weights, None, state, recipe, read_task_files(newest)))
     return target
 
 
@@ -173,21 +177,22 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
     Raises:
         UserError: the tensors differ in name or shape; the message names the first.
     """
-    sources = [weights_in(checkpoint) for checkpoint in checkpoints]
-    shapes, *others = (source.shapes for source in sources)
-    for folder, theirs in zip(checkpoints[1:], others, strict=True):
-        if difference := first_difference(shapes, theirs):
+    first, *others = [weights_in(checkpoint) for checkpoint in checkpoints]
+    for folder, other in zip(checkpoints[1:], others, strict=True):
+        difference = first_difference(first.shapes, other.shapes)
+        if difference:
             raise _models_differ(checkpoints[0], folder, difference)
-    sizes = [math.prod(shape) for shape in shapes.values()]
+    sizes = [math.prod(shape) for shape in first.shapes.values()]
     # One buffer: tensors allocated one by one between short-lived ones would fragment as much memory again.
-    parts = torch.empty(sum(sizes)).split(sizes)
-    averaged = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    buffers = torch.empty(sum(sizes)).split(sizes)
     scratch = torch.empty(max(sizes), dtype=torch.float64)
-    for name, mean in averaged.items():
-        total = scratch[: mean.numel()].view_as(mean).copy_(sources[0](name))
-        for source in sources[1:]:
-            total += source(name)
-        mean.copy_(total.div_(len(sources)))
+    averaged = {}
+    for (name, shape), buffer in zip(first.shapes.items(), buffers, strict=True):
+        mean = buffer.view(shape)
+        total = scratch[: mean.numel()].view(shape).copy_(first(name))
+        for other in others:
+            total += other(name)
+        averaged[name] = mean.copy_(total.div_(len(checkpoints)))
     return averaged
 
 
@@ -206,9 +211,11 @@ def warn_if_outdated(folder: Path) -> None:
     if original_name(folder) != "averaged" or not beside:
         return
     newest, extra = beside[-1], load_state(folder).extra
-    for key, fault in (("updates_beside", f"was averaged before {newest} was saved"),
-                       ("averaged_updates", f"does not hold the newest checkpoint, {newest}")):
-        if key in extra:
-            if update_of(newest) not in extra[key]:
-                log.warning("%s %s; average again to include it, or choose it with --checkpoint", folder, fault)
-            return
+    if "updates_beside" in extra:
+        known, fault = extra["updates_beside"], f"was averaged before {newest} was saved"
+    elif "averaged_updates" in extra:
+        known, fault = extra["averaged_updates"], f"does not hold the newest checkpoint, {newest}"
+    else:
+        return
+    if update_of(newest) not in known:
+        log.warning("%s %s; average again to include it, or choose it with --checkpoint", folder, fault)

@@ -137,12 +137,14 @@ def write_checkpoint(target: Path, contents: Contents) -> None:
     groups = {WEIGHTS: contents.weights}
     if contents.moments is not None:
         groups[MOMENTS] = contents.moments
-    shapes = {name: shapes_of(group) for name, group in groups.items()}
     files: dict[str, Iterable[Buffer]] = {}
-    files |= {name: tensor_file(shapes[name], group.__getitem__) for name, group in groups.items()}
-    files |= {name: [text] for name, text in texts_of(contents.state, contents.recipe_yaml, contents.files).items()}
-    counts = {name: len(group) for name, group in groups.items()}
-    folders.commit_folder(target, files, facts_of(contents.state.update, shapes[WEIGHTS], counts))
+    counts = {}
+    for name, group in groups.items():
+        files[name] = tensor_file(shapes_of(group), group.__getitem__)
+        counts[name] = len(group)
+    for name, text in texts_of(contents.state, contents.recipe_yaml, contents.files).items():
+        files[name] = [text]
+    folders.commit_folder(target, files, facts_of(contents.state.update, shapes_of(contents.weights), counts))
 
 
 def texts_of(state: TrainingState, recipe_yaml: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -152,8 +154,8 @@ def texts_of(state: TrainingState, recipe_yaml: str, files: Mapping[str, bytes])
 
 def facts_of(update: int, shapes: Mapping[str, Iterable[int]], tensors: Mapping[str, int]) -> dict[str, Any]:
     """What the manifest says beside its files: `shapes` of the weights, number of `tensors` in each file."""
-    return {"update": update, "parameters": sum(math.prod(shape) for shape in shapes.values()), "tensors": tensors,
-            "metadata": {}}
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    return {"update": update, "parameters": parameters, "tensors": tensors, "metadata": {}}
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def facts_of(update: int, shapes: Mapping[str, Iterable[int]], tensors: Mapping[
 def list_checkpoints(folder: Path) -> list[Path]:
     """The `update-*` folders in `folder`, lowest update first, damaged ones and ones a kill left renamed included."""
     paths = [*folder.glob("update-*"), *folders.displaced(folder, "update-*")]
-    return sorted((path for path in paths if _is_update(path) and path.is_dir()), key=update_of)
+    return sorted([path for path in paths if _is_update(path) and path.is_dir()], key=update_of)
 
 
 def _is_update(path: Path) -> bool:
@@ -198,15 +200,16 @@ def read_scores(folder: Path) -> dict[int, float]:
             validations = load_state(path).extra.get("validations", [])
         except DamagedFolder as damage:
             _warn(damage)
-        else:
-            scores |= {int(entry["update"]): float(entry["value"]) for entry in validations}
+            continue
+        for entry in validations:
+            scores[int(entry["update"])] = float(entry["value"])
     return scores
 
 
 def sorted_by_score(checkpoints: list[Path], scores: Mapping[int, float]) -> list[Path]:
     """The checkpoints with a finite score, lowest (best) first; of equal scores the earlier update first."""
-    scored = [path for path in checkpoints if math.isfinite(scores.get(update_of(path), math.nan))]
-    return sorted(scored, key=lambda path: scores[update_of(path)])
+    finite = [path for path in checkpoints if math.isfinite(scores.get(update_of(path), math.nan))]
+    return sorted(finite, key=lambda path: scores[update_of(path)])
 
 
 def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
@@ -226,7 +229,8 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; train first, or give a checkpoint or the "
                         "folder of a run")
-    averaged, checkpoints = folders.locate(folder / "averaged"), folder / "checkpoints"
+    averaged = folders.locate(folder / "averaged")
+    checkpoints = folder / "checkpoints"
     if which == "averaged" or (which == "auto" and averaged.is_dir()):
         if not averaged.is_dir():
             raise UserError(f"{folder} holds no averaged/; average its checkpoints first, or take the newest")
@@ -260,7 +264,8 @@ def verify_files(folder: Path, files: Collection[str] | None) -> dict[str, Any]:
     """
     manifest = folders.read_manifest(folder)
     required = _stored_as(manifest, {*REQUIRED, *(files or ())})
-    folders.check_files(folder, manifest, None if files is None else _stored_as(manifest, files), required)
+    checked = None if files is None else _stored_as(manifest, files)
+    folders.check_files(folder, manifest, checked, required)
     if _is_update(folder) and manifest.get("update") != update_of(folder):
         raise DamagedFolder(folder, f"its {MANIFEST} is that of update {manifest.get('update')}")
     return manifest
@@ -281,8 +286,8 @@ def _stored_as(manifest: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 def task_files(folder: Path) -> list[str]:
     """The names of the task's files in a checkpoint. Raises `DamagedFolder`."""
-    return [name for name in verify_files(folder, ())["files"]
-            if name not in (*REQUIRED, MOMENTS, INDEX) and not kind_of(name)]
+    names = verify_files(folder, ())["files"]
+    return [name for name in names if name not in (*REQUIRED, MOMENTS, INDEX) and not kind_of(name)]
 
 
 def read_task_files(folder: Path) -> dict[str, bytes]:
@@ -347,7 +352,8 @@ def moments_in(folder: Path) -> Tensors:
 
 def has_moments(folder: Path) -> bool:
     """Whether a checkpoint holds the optimizer's moments. Raises `DamagedFolder`."""
-    return any(MOMENTS in (name, kind_of(name)) for name in folders.read_manifest(folder)["files"])
+    files = folders.read_manifest(folder)["files"]
+    return any(name == MOMENTS or kind_of(name) == MOMENTS for name in files)
 
 
 def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -357,7 +363,10 @@ def first_difference(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, t
             return f"{name} {list(shape)} is missing"
         if theirs[name] != shape:
             return f"{name} is {list(theirs[name])} where {list(shape)} is expected"
-    return next((f"{name} {list(shape)} is not expected" for name, shape in theirs.items() if name not in ours), None)
+    for name, shape in theirs.items():
+        if name not in ours:
+            return f"{name} {list(shape)} is not expected"
+    return None
 
 
 def verify_model(folder: Path) -> None:
@@ -410,7 +419,8 @@ def load_model(folder: Path, which: Which = "auto", alone: bool = False) -> Load
     """
     checkpoint, recipe = open_model(folder, which, "translation", alone)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
-    if difference := shapes_differ(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes):
+    difference = shapes_differ(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes)
+    if difference:
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
     model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
@@ -434,11 +444,14 @@ def shapes_differ(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[
 
 def require_model(folder: Path, expected: Model | None) -> None:
     """Raises `UserError` if an undamaged checkpoint holds another model than `expected`; None accepts any."""
+    if expected is None:
+        return
     old = load_recipe(folder / RECIPE)
-    changes = changed_settings(old, old.model_copy(update={"model": expected or old.model}))
+    changes = changed_settings(old, old.model_copy(update={"model": expected}))
     if changes:
-        raise UserError(f"{folder} holds another model than requested:\n  " + "\n  ".join(map(str, changes))
-                        + "\nthese settings of a trained model cannot change; remove them, or give another checkpoint")
+        listed = "\n  ".join(map(str, changes))
+        raise UserError(f"{folder} holds another model than requested:\n  {listed}\nthese settings of a trained model "
+                        "cannot change; remove them, or give another checkpoint")
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

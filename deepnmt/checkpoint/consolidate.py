@@ -40,7 +40,7 @@ def consolidate(source: Path, target: Path) -> Path:
     manifest = verify_files(source, None)
     if manifest["format"] != folders.SHARDED:
         raise UserError(f"{source} is in one file already; it can be used as it is")
-    write_checkpoint(target, Contents(
-        weights_in(source), moments_in(source) if has_moments(source) else None, load_state(source),
-        (source / RECIPE).read_text(encoding="utf-8"), read_task_files(source)))
+    moments = moments_in(source) if has_moments(source) else None
+    recipe = (source / RECIPE).read_text(encoding="utf-8")
+    write_checkpoint(target, Contents(weights_in(source), moments, load_state(source), recipe, read_task_files(source)))
     return target

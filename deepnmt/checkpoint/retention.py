@@ -36,7 +36,9 @@ class Rule(NamedTuple):
 
 
 def _keeps_every(train: Train, paths: list[Path], scores: Scores) -> list[Path]:
-    return [path for path in paths if train.keep_every and update_of(path) % train.keep_every == 0]
+    if not train.keep_every:
+        return []
+    return [path for path in paths if update_of(path) % train.keep_every == 0]
 
 
 RULES: dict[str, Rule] = {
@@ -68,7 +70,10 @@ def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
     paths = list_checkpoints(folder)
     needed = {*paths[-1:], *sorted_by_score(paths, scores)[:1]}
     spare = [path for path in paths if path not in needed]
-    lasting = [path for rule in RULES.values() if rule.lasting for path in rule.keeps(train, paths, scores)]
+    lasting: set[Path] = set()
+    for rule in RULES.values():
+        if rule.lasting:
+            lasting.update(rule.keeps(train, paths, scores))
     spare.sort(key=lambda path: path in lasting)  # keeps the order of the others
     try:
         for path in spare[:1]:
@@ -81,8 +86,9 @@ def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
 
 def most_at_once(train: Train) -> int:
     """How many checkpoints of a run are on the disk at a time, at most, with the one that is being written."""
-    saves = -(-train.updates // train.save_every)
-    return min(sum(rule.most(train) for rule in RULES.values()), saves) + 1
+    saves = -(-train.updates // train.save_every)  # rounded up
+    by_rules = sum(rule.most(train) for rule in RULES.values())
+    return min(by_rules, saves) + 1
 
 
 def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
@@ -94,11 +100,11 @@ def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
     paths = list_checkpoints(checkpoints)[-count:]
     for path in paths:
         verify_files(path, (RECIPE,))
-    counts = [load_recipe(path / RECIPE).train.keep_last for path in paths]
-    for start in range(len(paths)):
-        if all(number <= keep for number, keep in enumerate(counts[start:], start=1)):
-            return paths[start:]
-    return paths
+    first = 0
+    for number, path in enumerate(paths, start=1):
+        keep_last = load_recipe(path / RECIPE).train.keep_last  # so many were there when it had been saved, itself too
+        first = max(first, number - keep_last)
+    return paths[first:]
 
 
 def check_average_last(recipe: Recipe) -> None:

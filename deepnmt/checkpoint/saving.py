@@ -45,8 +45,11 @@ ONE_FILE_BYTES = 1_000_000_000  # of weights and moments; several processes writ
 
 def in_shards(recipe: Recipe, parameters: int, processes: int) -> bool:
     """Whether a run with so many parameters writes its checkpoints in shards, by `train.checkpoint_form`."""
-    form, state = recipe.train.checkpoint_form, 4 * parameters * (1 + len(moment_names(recipe)))
-    return form == "shards" or (form == "auto" and processes > 1 and state >= ONE_FILE_BYTES)
+    form = recipe.train.checkpoint_form
+    if form != "auto":
+        return form == "shards"
+    state = 4 * parameters * (1 + len(moment_names(recipe)))
+    return processes > 1 and state >= ONE_FILE_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ class Saver:
     """
 
     def __init__(self, checkpoints: Path, ranks: Ranks, parts: Iterable[Part], sharded: bool) -> None:
-        self.checkpoints, self.sharded, self._main, self.ranks = checkpoints, sharded, ranks, ranks.background_group()
+        self.checkpoints, self.sharded = checkpoints, sharded
+        self._main, self.ranks = ranks, ranks.background_group()
         self._owned: list[Place] = []
         self._moments: list[str] = []
         sizes: list[int] = []
@@ -90,8 +94,12 @@ class Saver:
         self._copy = torch.zeros(sum(sizes), pin_memory=ranks.device.type == "cuda").split(sizes)
         described = self.ranks.gather_bytes(json.dumps([self._owned, self._moments]).encode())
         if described:
-            self._all_owned = [owned for owned, _ in map(json.loads, described)]
-            self._index = index_of(self._all_owned, next((m for _, m in map(json.loads, described) if m), []))
+            self._all_owned = []
+            moments: list[str] = []  # a process that owns nothing names none
+            for owned, names in map(json.loads, described):
+                self._all_owned.append(owned)
+                moments = moments or names
+            self._index = index_of(self._all_owned, moments)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[Saved] | None = None
 
@@ -118,14 +126,12 @@ class Saver:
         texts = texts_of(state, recipe_yaml, files)
         self._writing = self._pool.submit(self._write, state.update, texts, then, time.monotonic() - started)
 
-    @property
-    def held(self) -> int:
-        """Bytes of this process's copy."""
-        return sum(slot.nbytes for slot in self._copy)
-
     def done(self) -> bool:
         """Whether `wait` has something to report, and would return it at once on every process. Collective."""
-        return self._writing is not None and not self._main.sum([float(not self._writing.done())])[0]
+        if self._writing is None:
+            return False
+        [still_writing] = self._main.sum([0.0 if self._writing.done() else 1.0])
+        return still_writing == 0
 
     def wait(self) -> Saved | None:
         """Waits until the checkpoint that `save` began is on the disk; None if there is none.
@@ -135,9 +141,11 @@ class Saver:
                 folder is left.
         """
         writing, self._writing = self._writing, None
+        if writing is None:
+            return None
         started = time.monotonic()
-        saved = writing.result() if writing else None
-        return replace(saved, stall=saved.stall + time.monotonic() - started) if saved else None
+        saved = writing.result()
+        return replace(saved, stall=saved.stall + time.monotonic() - started)
 
     def close(self) -> None:
         """Waits for the thread to end."""
@@ -146,13 +154,15 @@ class Saver:
     # -- in the thread -----------------------------------------------------------------------------------------------
 
     def _write(self, update: int, texts: dict[str, bytes], then: Callable[[], object], stall: float) -> Saved:
-        started, ranks, target = time.monotonic(), self.ranks, self.checkpoints / f"update-{update:08d}"
-        with ExitStack() as held:
+        started = time.monotonic()
+        ranks = self.ranks
+        target = self.checkpoints / f"update-{update:08d}"
+        with ExitStack() as stack:
             def begin() -> bytes:
                 if not ranks.first:
                     return b""
                 recover_checkpoints(self.checkpoints)
-                return held.enter_context(folders.new_folder(target)).name.encode()
+                return stack.enter_context(folders.new_folder(target)).name.encode()
 
             temporary = target.with_name(ranks.broadcast_bytes(ranks.raise_everywhere(begin)).decode())
             groups = self._shards() if self.sharded else self._whole()
@@ -180,7 +190,8 @@ class Saver:
         slots = iter(self._copy)
         for name, _, start, stop in self._owned:
             weights[f"{name}@{start}:{stop}"] = next(slots)
-            moments |= {f"{name}.{moment}@{start}:{stop}": next(slots) for moment in self._moments}
+            for moment in self._moments:
+                moments[f"{name}.{moment}@{start}:{stop}"] = next(slots)
         return {shard_name("weights", self.ranks.rank): weights, shard_name("moments", self.ranks.rank): moments}
 
     def _whole(self) -> dict[str, dict[str, Tensor]]:
@@ -191,9 +202,10 @@ class Saver:
             return {}
         tensors: dict[str, Tensor] = {}
         own = iter(self._copy)
+        endings = ["", *[f".{moment}" for moment in self._index["moments"]]]
         for rank, owned in enumerate(self._all_owned):
             for name, shape, start, stop in owned:
-                for key in (name, *(f"{name}.{moment}" for moment in self._index["moments"])):
+                for key in [name + ending for ending in endings]:
                     if rank == 0 and stop - start == math.prod(shape):
                         tensors[key] = next(own).view(shape)  # needs no other copy
                         continue
@@ -213,8 +225,11 @@ class Saver:
             raise UserError(f"process {self.ranks.rank} on {socket.gethostname()} does not see {temporary}, which "
                             "process 0 has made; put the run on a file system that all machines share, or set "
                             "train.checkpoint_form=one_file")
-        return {name: folders.write_file(temporary / name, tensor_file(shapes_of(group), group.__getitem__), target)
-                for name, group in groups.items()}
+        entries = {}
+        for name, group in groups.items():
+            content = tensor_file(shapes_of(group), group.__getitem__)
+            entries[name] = folders.write_file(temporary / name, content, target)
+        return entries
 
     def _publish(
         self, temporary: Path, target: Path, update: int, texts: dict[str, bytes], written: list[list[dict[str, Any]]]
@@ -229,10 +244,12 @@ class Saver:
         for files, tensors in written:
             entries |= files
             counts |= tensors
-        facts = facts_of(update, {name: entry["shape"] for name, entry in self._index["parameters"].items()}, counts)
+        shapes = {name: entry["shape"] for name, entry in self._index["parameters"].items()}
+        facts = facts_of(update, shapes, counts)
         if self.sharded:
             texts = {**texts, INDEX: json.dumps(self._index).encode()}
             facts = {"format": folders.SHARDED, **facts}
-        entries |= {name: folders.write_file(temporary / name, [text], target) for name, text in texts.items()}
+        for name, text in texts.items():
+            entries[name] = folders.write_file(temporary / name, [text], target)
         folders.publish(temporary, target, entries, facts)
         return sum(int(entry["size"]) for entry in entries.values())

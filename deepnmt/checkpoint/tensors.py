@@ -69,8 +69,8 @@ def shard_name(kind: Kind, rank: int) -> str:
 
 def kind_of(file: str) -> str:
     """The file that would hold a shard's tensors if they were in one file; "" if `file` is no shard."""
-    shard = re.fullmatch(r"(weights|moments)-[0-9]{5,}(\.safetensors)", file)
-    return "".join(shard.groups()) if shard else ""
+    shard = re.fullmatch(r"(weights|moments)-[0-9]{5,}\.safetensors", file)
+    return f"{shard[1]}.safetensors" if shard else ""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -89,7 +89,8 @@ def tensor_file(shapes: Mapping[str, Iterable[int]], read: Callable[[str], Tenso
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers of safetensors require this entry
     end = 0
     for name in sorted(shapes):
-        start, end = end, end + 4 * math.prod(shapes[name])
+        start = end
+        end = start + 4 * math.prod(shapes[name])
         header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -173,17 +174,24 @@ class Tensors(_Named):
         self._path(INDEX)
         index = folders.read_json(self.folder, INDEX)
         try:
-            endings = [""] if kind == "weights" else [f".{moment}" for moment in index["moments"]]
+            endings = [""]
+            if kind == "moments":
+                endings = [f".{moment}" for moment in index["moments"]]
             for parameter, entry in index["parameters"].items():
-                for name in (parameter + ending for ending in endings):
-                    self._add(name, map(operator.index, entry["shape"]), [
-                        Piece(operator.index(a), operator.index(b), shard_name(kind, rank), f"{name}@{a}:{b}")
-                        for a, b, rank in entry["parts"]])
+                shape = tuple(map(operator.index, entry["shape"]))
+                for ending in endings:
+                    name = parameter + ending
+                    pieces = []
+                    for start, stop, rank in entry["parts"]:
+                        pieces.append(Piece(operator.index(start), operator.index(stop), shard_name(kind, rank),
+                                            f"{name}@{start}:{stop}"))
+                    self._add(name, shape, pieces)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedFolder(self.folder, f"{INDEX} is not an index of tensors ({error!r})") from None
 
     def _add(self, name: str, shape: Iterable[int], pieces: list[Piece]) -> None:
-        self.shapes[name], self._pieces[name] = tuple(shape), pieces
+        self.shapes[name] = tuple(shape)
+        self._pieces[name] = pieces
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes.get(name)
@@ -193,11 +201,14 @@ class Tensors(_Named):
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of a tensor, flat. Nothing else is read, but for the rest of a matrix's rows."""
-        pieces = [self._read(piece, max(piece.start, start) - piece.start, min(piece.stop, stop) - piece.start)
-                 for piece in self._pieces.get(name, ()) if piece.start < stop and start < piece.stop]
-        if sum(map(len, pieces)) != stop - start:
+        values = []
+        for piece in self._pieces.get(name, ()):
+            first, last = max(piece.start, start), min(piece.stop, stop)
+            if first < last:
+                values.append(self._read(piece, first - piece.start, last - piece.start))
+        if sum(map(len, values)) != stop - start:
             raise DamagedFolder(self.folder, f"it does not hold all of the tensor {name}")
-        return pieces[0] if len(pieces) == 1 else torch.cat([torch.empty(0), *pieces])
+        return values[0] if len(values) == 1 else torch.cat([torch.empty(0), *values])
 
     def _read(self, piece: Piece, start: int, stop: int) -> Tensor:
         """Elements of a stored tensor, which are numbers. What was read from an open file stays in memory, so all are
@@ -232,8 +243,7 @@ class Renamed(_Named):
 
     def __init__(self, tensors: Tensors | Renamed, names: Mapping[str, str]) -> None:
         self._tensors, self._names = tensors, names
-        self.shapes = {
-            new: tensors.shapes[old] for new, old in names.items() if old in tensors.shapes}
+        self.shapes = {new: tensors.shapes[old] for new, old in names.items() if old in tensors.shapes}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._names.get(name, name)]
