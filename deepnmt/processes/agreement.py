@@ -24,8 +24,10 @@ _SHOW_LATE = 5.0  # seconds after which a network file system surely shows a new
 
 def agree_on_recipe(recipe: Recipe, ranks: Ranks) -> None:
     """Raises `UserError` on every process, naming settings and machines, if their recipes differ. Collective."""
-    settings = {key: str(value) for key, value in flatten(recipe.model_dump()).items()
-                if recipe.parallel.same_paths or not recipe.is_marked(key, Fact.PATH)}
+    settings = {}
+    for key, value in flatten(recipe.model_dump()).items():
+        if recipe.parallel.same_paths or not recipe.is_marked(key, Fact.PATH):
+            settings[key] = str(value)
     if not recipe.parallel.same_paths:
         settings["the SHA-256 of plugins"] = ", ".join(sorted(recipe.plugins.values()))
     agree(ranks, "the recipes", settings, "start all machines with the same recipe and overrides; if only paths of "
@@ -42,12 +44,15 @@ def agree_on_contents(
         fingerprint: of the training data.
         files: that a checkpoint takes from the data, such as vocabularies.
     """
-    contents = {f"{key} in parallel.ds_config": str(value) for key, value in flatten(config or {}).items()}
+    contents = {}
+    for key, value in flatten(config or {}).items():
+        contents[f"{key} in parallel.ds_config"] = str(value)
     if recipe.admin.profile is not None:
         with suppress(OSError):
             contents["the content of admin.profile"] = sha256(Path(recipe.admin.profile))[:8]
     contents["the data's fingerprint"] = fingerprint[:16]
-    contents |= {f"the vocabulary {name}": hashlib.sha256(content).hexdigest()[:8] for name, content in files.items()}
+    for name, content in files.items():
+        contents[f"the vocabulary {name}"] = hashlib.sha256(content).hexdigest()[:8]
     agree(ranks, "the contents", contents, "give all machines the same files; the data are best prepared once, into a "
           "folder that all of them see")
 
@@ -59,7 +64,7 @@ def agree_on_folder(folder: Path, ranks: Ranks) -> None:
     """
     if ranks.world == 1:
         return
-    name = ranks.broadcast_bytes(f".tmp-{secrets.token_hex(8)}".encode() if ranks.first else None).decode()
+    name = ranks.broadcast_bytes(f".tmp-{secrets.token_hex(8)}".encode()).decode()
 
     def write() -> None:
         if ranks.first:
@@ -70,7 +75,8 @@ def agree_on_folder(folder: Path, ranks: Ranks) -> None:
                                 "another folder with run=FOLDER") from None
 
     def read() -> None:
-        if fault := fault_of_shared(folder, name):
+        fault = fault_of_shared(folder, name)
+        if fault:
             raise UserError(f"the run folder {folder} is {fault} on {socket.gethostname()}; every machine reads the "
                             "checkpoints in it, so set run to a folder that all of them share (its path may differ "
                             "with parallel.same_paths=false)")

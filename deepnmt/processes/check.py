@@ -44,16 +44,12 @@ def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[st
     own["clock"] = _clock(ranks)
     own |= _folders(Path(recipe.run), Path(recipe.data.folder), ranks)
     own["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
-    own["link"] = _link(ranks, [n["machine"] for n in _everybody(ranks, {"machine": own["machine"]}, "links")])
+    links = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "links", {"machine": own["machine"]},
+                            lambda reports: {"machines": [report["machine"] for report in reports]})
+    own["link"] = _link(ranks, links["machines"])
     judged = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "the cluster", own,
                              lambda reports: judge(reports, megabytes))
     return judged["text"], judged["faults"]
-
-
-def _everybody(ranks: Ranks, own: Facts, subject: str) -> list[Facts]:
-    """What all processes told, on every process."""
-    assert ranks.store is not None
-    return decide_on_rank0(ranks.store, ranks.rank, ranks.world, subject, own, lambda all_: {"all": list(all_)})["all"]
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -71,20 +67,23 @@ def _clock(ranks: Ranks) -> float:
 
 def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
     """What this process sees of the run folder and of the prepared data."""
-    name = ranks.broadcast_bytes(f".tmp-check-{secrets.token_hex(4)}".encode() if ranks.first else None).decode()
-    seen, mine = "", run / f"{name}-{ranks.rank}"
+    name = ranks.broadcast_bytes(f".tmp-check-{secrets.token_hex(4)}".encode()).decode()
+    mine = run / f"{name}-{ranks.rank}"
+    fault = ""
+    missing = []
     try:
         try:
             if ranks.first:
                 make_run_folder(run)
                 (run / name).write_text(name, encoding="utf-8")
         except (UserError, OSError) as error:
-            seen = str(error)
+            fault = str(error)
         ranks.barrier()
-        if not seen:
-            seen = _try_folder(run, name, mine)
+        if not fault:
+            fault = _try_folder(run, name, mine)
         ranks.barrier()
-        missing = [rank for rank in range(ranks.world) if not (run / f"{name}-{rank}").exists()] if ranks.first else []
+        if ranks.first:
+            missing = [rank for rank in range(ranks.world) if not (run / f"{name}-{rank}").exists()]
         ranks.barrier()
     finally:
         for file in (mine, run / name):
@@ -94,12 +93,13 @@ def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
         fingerprint = sha256(data / "manifest.json")[:8]
     except OSError as error:
         fingerprint = f"missing ({error.strerror})"
-    return {"run": seen or "shared", "data": fingerprint, "not_seen": missing}
+    return {"run": fault or "shared", "data": fingerprint, "not_seen": missing}
 
 
 def _try_folder(run: Path, name: str, mine: Path) -> str:
     """Reads what rank 0 wrote and writes a file beside it; "" or the fault."""
-    if fault := fault_of_shared(run, name):
+    fault = fault_of_shared(run, name)
+    if fault:
         return fault
     try:
         mine.write_text("", encoding="utf-8")
@@ -124,9 +124,12 @@ def _all_reduce_seconds(ranks: Ranks, size: int) -> float:
 
 def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> float | None:
     """Bytes a second from rank 0 to this process, if it is the first one of another machine than rank 0's."""
-    tensor, speed = torch.zeros(size // 4, device=ranks.device), None
-    for rank in (machines.index(machine) for machine in dict.fromkeys(machines)):
-        for _ in range(_REPEATS if rank else 0):
+    tensor = torch.zeros(size // 4, device=ranks.device)
+    speed = None
+    for rank, machine in enumerate(machines):
+        if machine in machines[:rank] or machine == machines[0]:
+            continue
+        for _ in range(_REPEATS):
             ranks.barrier()
             started = time.monotonic()
             if ranks.first:
@@ -151,10 +154,12 @@ def judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
     nodes: dict[str, list[Facts]] = {}
     for report in everything:
         nodes.setdefault(report["machine"], []).append(report)
-    world, first = len(everything), everything[0]
+    world = len(everything)
+    first = everything[0]
     rows = [["machine", "processes", "device", "cores", "clock", "run folder", "data", f"from {first['node']}"]]
     for group in nodes.values():
-        node, cores = group[0], set[int]()
+        node = group[0]
+        cores: set[int] = set()
         for report in group:
             cores.update(report["cores"])
         gpus = f"{len(group)} of {node['gpus']} " if node["gpus"] else ""
@@ -171,11 +176,12 @@ def judge(everything: Sequence[Facts], megabytes: int) -> dict[str, Any]:
 
 def _faults(everything: Sequence[Facts], groups: Sequence[Sequence[Facts]]) -> list[str]:
     """A phrase for each difference between the machines, and for each thing that would go wrong."""
-    names, first = [report["node"] for report in everything], everything[0]
+    names = [report["node"] for report in everything]
+    first = everything[0]
     faults = differences(everything, MUST_MATCH | SHOULD_MATCH)
     faults.append(differing("the data's fingerprint", [report["data"] for report in everything], names))
-    faults.append(differing("the number of processes", [str(len(group)) for group in groups],
-                           [group[0]["node"] for group in groups]))
+    counts = [str(len(group)) for group in groups]
+    faults.append(differing("the number of processes", counts, [group[0]["node"] for group in groups]))
     if first["data"].startswith("missing"):
         faults.append(f"{first['node']} has no prepared data")
     for group in groups:
@@ -184,12 +190,14 @@ def _faults(everything: Sequence[Facts], groups: Sequence[Sequence[Facts]]) -> l
             faults.append(f"the clock of {node['node']} is {node['clock']:+.1f} s off that of {first['node']}")
         if node["run"] != "shared":
             faults.append(f"the run folder on {node['node']}: {node['run']}; all machines must read and write the same")
-    unseen = sorted({names[rank] for rank in first["not_seen"] if everything[rank]["run"] == "shared"})
+    unseen = {names[rank] for rank in first["not_seen"] if everything[rank]["run"] == "shared"}
     if unseen:
-        faults.append(f"{first['node']} does not see what {', '.join(unseen)} wrote into the run folder")
+        faults.append(f"{first['node']} does not see what {', '.join(sorted(unseen))} wrote into the run folder")
     links = {group[0]["node"]: group[0]["link"] for group in groups if group[0]["link"]}
     if len(links) > 2:
         usual = statistics.median(links.values())
-        faults += [f"{node} gets {speed / 1e9:.2f} GB/s from {first['node']}, the median is {usual / 1e9:.2f}"
-                  for node, speed in links.items() if speed < _SLOW * usual]
+        for node, speed in links.items():
+            if speed < _SLOW * usual:
+                faults.append(f"{node} gets {speed / 1e9:.2f} GB/s from {first['node']}, the median is "
+                              f"{usual / 1e9:.2f}")
     return [phrase for phrase in faults if phrase]

@@ -78,39 +78,49 @@ class HeartbeatMonitor:
     """
 
     def __init__(self, store: dist.Store, rank: int, nodes: Sequence[str]) -> None:
-        self._store, self._rank, self._nodes, self._limit = store, rank, nodes, SILENCE
+        self._store, self._rank, self._nodes = store, rank, nodes
+        self._limit = SILENCE
         self._period = min(3.0, SILENCE / 6)
-        self._others = [r for r in range(len(nodes)) if r != rank] if rank == 0 else [0]
+        self._others = list(range(1, len(nodes))) if rank == 0 else [0]  # whose heartbeats this process reads
         self._notice = ExitNotice()
         self._broken = self._leaving = False
         self._heartbeats: dict[int, Heartbeat] = {}
         self._silent = dict.fromkeys(self._others, 0.0)
-        self._thread, self._phase, self._past = 0, Phase(""), defaultdict[str, deque[float]](lambda: deque(maxlen=20))
+        self._thread = 0
+        self._phase = Phase("")
+        self._past = defaultdict[str, deque[float]](lambda: deque(maxlen=20))
         self._over, self._wake = threading.Event(), threading.Event()
         self.on_lost: Callable[[str], object] = lambda sentence: None
-        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._show, self._judge)]
-        for thread in self._threads:
+        self._threads = []
+        for loop in (self._show, self._judge):
+            thread = threading.Thread(target=loop, daemon=True)
+            self._threads.append(thread)
             thread.start()
 
     def begin(self, kind: str) -> None:
         """The thread that calls this begins a phase of the training; until the next call it may take as long as
         `allowed` says of its kind. "" may take for ever."""
         self._past[self._phase.kind].append(self._phase.seconds)
-        self._thread, self._phase = threading.get_ident(), Phase(kind)
+        self._thread = threading.get_ident()
+        self._phase = Phase(kind)
 
     def _show(self) -> None:
         """Writes this process's heartbeat and reads the others'; may be held up by the network."""
         for count in range(2**60):
-            notice, last = self._notice, self._over.is_set()
+            notice = self._notice
+            last = self._over.is_set()
             try:
-                self._store.set(f"heartbeat/{self._rank}", json.dumps([count, *notice, self._broken, *self._place()]))
+                place, waits = self._place()
+                own = Heartbeat(count, *notice, self._broken, place, waits)
+                self._store.set(f"heartbeat/{self._rank}", json.dumps(own))
                 if last:
                     return
                 keys = [f"heartbeat/{rank}" for rank in self._others]
                 for rank, content in zip(self._others, self._store.multi_get(keys)):
                     heartbeat = Heartbeat(*json.loads(content))
                     if heartbeat != self._heartbeats.get(rank):
-                        self._heartbeats[rank], self._silent[rank] = heartbeat, 0.0
+                        self._heartbeats[rank] = heartbeat
+                        self._silent[rank] = 0.0
             except RuntimeError:  # the store has ended with rank 0, or does not answer
                 if last:
                     return
@@ -121,7 +131,8 @@ class HeartbeatMonitor:
         then = time.monotonic()
         while not self._over.wait(self._period):
             now = time.monotonic()
-            awake, then = min(now - then, 2 * self._period), now  # this process may have been stopped itself
+            awake = min(now - then, 2 * self._period)  # this process may have been stopped itself
+            then = now
             for rank in self._others:
                 self._silent[rank] += awake
             phase = self._phase
@@ -131,9 +142,13 @@ class HeartbeatMonitor:
             if ended:
                 self._end(ExitNotice(ended[0].sentence, ended[0].code, ended[0].about))
             broken = self._broken or any(heartbeat.broken for heartbeat in heartbeats.values())
-            limit = min(self._limit, _SUSPECTED) if broken else self._limit
-            lost = [rank for rank in self._others
-                    if self._silent[rank] > limit and heartbeats.get(rank, Heartbeat()).code == 0]
+            limit = self._limit
+            if broken:
+                limit = min(limit, _SUSPECTED)
+            lost = []
+            for rank in self._others:
+                if self._silent[rank] > limit and heartbeats.get(rank, Heartbeat()).code == 0:
+                    lost.append(rank)
             if lost:
                 silent = max(self._silent[rank] for rank in lost)
                 self._end(ExitNotice(f"no sign of life from {self._list(lost)} for {silent:.0f} s: ended, stopped, or "
@@ -145,21 +160,31 @@ class HeartbeatMonitor:
     def _standstill(self, phase: Phase, most: float, heartbeats: dict[int, Heartbeat]) -> ExitNotice:
         """A notice of those that do not wait for the others; where all wait, or none, as a GPU's work is not seen to
         wait, on those first that are where few are."""
-        place, waits = self._place()
-        places = {self._rank: place, **{rank: heartbeat.place for rank, heartbeat in heartbeats.items()}}
-        waiters = {self._rank: waits, **{rank: heartbeat.waits for rank, heartbeat in heartbeats.items()}}
-        common = Counter(places.values())
-        stuck = [rank for rank in sorted(waiters) if not waiters[rank]]
-        one = 0 < len(stuck) < len(waiters)
-        named = stuck if one else sorted(places, key=lambda rank: (common[places[rank]], rank))
-        it = "it" if len(stuck) == 1 else "them"
-        waiting = f"the others wait for {it}" if one else "all wait for one another"
+        places, waits = {}, {}
+        places[self._rank], waits[self._rank] = self._place()
+        for rank, heartbeat in heartbeats.items():
+            places[rank], waits[rank] = heartbeat.place, heartbeat.waits
+        stuck = [rank for rank in sorted(waits) if not waits[rank]]
+        if len(stuck) in (0, len(waits)):
+            common = Counter(places.values())
+            named = sorted(places, key=lambda rank: (common[places[rank]], rank))
+            waiting = "all wait for one another"
+        else:
+            named = stuck
+            waiting = "the others wait for it" if len(stuck) == 1 else "the others wait for them"
         return ExitNotice(f"training stands still: {phase.kind} has taken {phase.seconds:.0f} s, of {most:.0f} s "
                           f"allowed; {self._list(named, places)}; {waiting}; {_RESUMES}", LOST, named)
 
     def _list(self, ranks: Sequence[int], places: Mapping[int, str] | None = None) -> str:
-        shown = (f"rank {r} on {self._nodes[r]}" + (f" is in {places[r]}" if places else "") for r in ranks[:8])
-        return ", ".join(shown) + (", ..." if len(ranks) > 8 else "")
+        shown = []
+        for rank in ranks[:8]:
+            text = f"rank {rank} on {self._nodes[rank]}"
+            if places:
+                text += f" is in {places[rank]}"
+            shown.append(text)
+        if len(ranks) > 8:
+            shown.append("...")
+        return ", ".join(shown)
 
     def _place(self) -> tuple[str, bool]:
         """Where the training of this process is, and whether one of its threads is in a collective."""
@@ -168,7 +193,8 @@ class HeartbeatMonitor:
         for thread, frame in sys._current_frames().items():
             while frame is not None:
                 file = frame.f_code.co_filename
-                waits |= any(part in file for part in _COLLECTIVES)
+                if any(part in file for part in _COLLECTIVES):
+                    waits = True
                 if thread == self._thread and not place and file.startswith(_PACKAGE):
                     place = f"{frame.f_code.co_name} ({file.removeprefix(_PACKAGE)}, line {frame.f_lineno})"
                 frame = frame.f_back
@@ -186,8 +212,10 @@ class HeartbeatMonitor:
             helper.start()
             time.sleep(3 * self._period)
             helper.join(5.0)
-        here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
-        if self._rank == next((rank for rank in here if rank not in notice.about), here[0]):
+        here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]]
+        living = [rank for rank in here if rank not in notice.about]
+        speaker = living[0] if living else here[0]
+        if self._rank == speaker:
             print(f"deepnmt: {notice.sentence}", file=sys.stderr, flush=True)
         os._exit(notice.code)
 
@@ -236,7 +264,9 @@ def _is_broken_connection(error: BaseException | None) -> bool:
 def allowed(kind: str, past: Sequence[float]) -> float:
     """The seconds that a phase of this kind may take, from those of the last ones."""
     first, least = TIME_LIMITS.get(kind, (math.inf, math.inf))
-    return max(least, _SLOWEST_FACTOR * max(past)) if past else first
+    if not past:
+        return first
+    return max(least, _SLOWEST_FACTOR * max(past))
 
 
 def begin(kind: str) -> None:

@@ -92,7 +92,10 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
         if dist.is_initialized():
             # DeepSpeed's own way forgets the groups it has made, which its next engine in this process would take
             comm = sys.modules.get("deepspeed.comm")
-            (comm if comm is not None and comm.is_initialized() else dist).destroy_process_group()
+            if comm is not None and comm.is_initialized():
+                comm.destroy_process_group()
+            else:
+                dist.destroy_process_group()
         if heartbeat.current is not None:
             heartbeat.current.close()
             heartbeat.current = None
@@ -117,9 +120,9 @@ def rank_from_environment() -> tuple[int, int, int, int]:
     """
     env = os.environ
     if "RANK" in env:
-        world = int(env.get("WORLD_SIZE", "1"))
-        return (int(env["RANK"]), world, int(env.get("LOCAL_RANK", "0")),
-                int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", str(world)))))
+        world = env.get("WORLD_SIZE", "1")
+        local_world = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world))
+        return int(env["RANK"]), int(world), int(env.get("LOCAL_RANK", "0")), int(local_world)
     place = slurm.place(env)
     if place is None:
         return 0, 1, 0, 1
@@ -137,9 +140,9 @@ def _device(local_rank: int, local_world: int, wanted: Wanted) -> torch.device:
     if count == 1 and "SLURM_PROCID" in os.environ:  # srun may show every task its own GPU alone
         ordinal = 0
     if ordinal >= count:
-        raise UserError(f"{local_world} processes were started on {socket.gethostname()}, but {count} "
-                        f"GPU{'s' * (count != 1)} can be seen; start one process a GPU, or set "
-                        "parallel.device=cpu to run on the CPU")
+        gpus = "1 GPU" if count == 1 else f"{count} GPUs"
+        raise UserError(f"{local_world} processes were started on {socket.gethostname()}, but {gpus} can be seen; "
+                        "start one process a GPU, or set parallel.device=cpu to run on the CPU")
     device = torch.device("cuda", ordinal)
     torch.cuda.set_device(device)
     return device
@@ -173,15 +176,19 @@ def open_store(rank: int, world: int, wait: timedelta) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
     address = env.setdefault("MASTER_ADDR", "127.0.0.1")
-    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = listen_at(address, int(env.get("MASTER_PORT", "0"))) if rank == 0 and not agent else None
-    env.setdefault("MASTER_PORT", str(listener.getsockname()[1] if listener else free_port()))
-    if rank > 0 or agent:
+    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = None
+    if serves:
+        listener = listen_at(address, int(env.get("MASTER_PORT", "0")))
+    if "MASTER_PORT" not in env:
+        port = listener.getsockname()[1] if listener else free_port()
+        env["MASTER_PORT"] = str(port)
+    if not serves:
         _wait_for_store(address, int(env["MASTER_PORT"]), wait)
+    descriptor = listener.detach() if listener else None
     try:
-        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, rank == 0 and not agent, _ANSWER,
-                                          wait_for_workers=False,
-                                          master_listen_fd=listener.detach() if listener else None)
+        store: dist.Store = dist.TCPStore(address, int(env["MASTER_PORT"]), world, serves, _ANSWER,
+                                          wait_for_workers=False, master_listen_fd=descriptor)
     except RuntimeError as error:
         raise UserError(f"{_where_they_meet()} cannot be opened on {socket.gethostname()}: "
                         f"{str(error).splitlines()[0]}") from None
@@ -195,7 +202,9 @@ def _where_they_meet() -> str:
 
 def _wait_for_store(address: str, port: int, wait: timedelta) -> None:
     """Waits until somebody listens: PyTorch's store would wait two to three times as long, and print a traceback."""
-    start, announced = time.monotonic(), rank_from_environment()[2] > 0  # one process of every machine tells
+    start = time.monotonic()
+    _, _, local_rank, _ = rank_from_environment()
+    announced = local_rank > 0  # one process of every machine tells
     while True:
         try:
             socket.create_connection((address, port), timeout=10).close()
@@ -258,10 +267,13 @@ def _open_group(store: dist.Store, rank: int, world: int, device: torch.device, 
     # DeepSpeed takes LOCAL_RANK for the number of its GPU
     number = local_rank if device.index is None else device.index
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
-    if device.type == "cpu" and (network := interface_to(peer)):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                            timeout=_COLLECTIVE)
+    backend = "nccl"
+    if device.type == "cpu":
+        backend = "gloo"
+        network = interface_to(peer)
+        if network:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE)
 
 
 def _reported_elsewhere(store: dist.Store, rank: int, message: str) -> bool:

@@ -24,7 +24,9 @@ import psutil
 _SECONDS = 1.0  # between two looks
 _LAUNCH = "deepspeed.launcher.launch"
 _RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner")
-_HUNG_UP = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL if sys.platform == "linux" else 0
+_HUNG_UP = 0
+if sys.platform == "linux":
+    _HUNG_UP = select.POLLHUP | select.POLLRDHUP | select.POLLERR | select.POLLNVAL
 
 _lost = ""
 
@@ -49,9 +51,10 @@ def _launchers() -> Iterator[tuple[psutil.Process, str]]:
     try:
         above = psutil.Process().parents()
         lines = [process.cmdline() for process in above]
-        launch = next((n for n, line in enumerate(lines) if _LAUNCH in line), None)
-        if launch is None:
+        scripts = [number for number, line in enumerate(lines) if _LAUNCH in line]
+        if not scripts:
             return
+        launch = scripts[0]
         for process in above[: launch + 1]:
             yield process, "deepspeed's launch.py"
         for process, line in zip(above[launch + 1 :], lines[launch + 1 :]):
@@ -61,7 +64,8 @@ def _launchers() -> Iterator[tuple[psutil.Process, str]]:
             if process.name().startswith("sshd"):
                 yield process, "the ssh connection"
                 break
-        yield from _pdsh([word for word in lines[launch] if word.startswith(("--world_info=", "--master_port="))])
+        words = [word for word in lines[launch] if word.startswith(("--world_info=", "--master_port="))]
+        yield from _pdsh(words)
     except psutil.Error:  # it has just ended, so that prctl's signal is under way
         return
 

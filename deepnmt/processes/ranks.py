@@ -50,7 +50,9 @@ class Ranks:
 
     def background_group(self) -> Ranks:
         """The same processes on a separate gloo group, for a thread that works beside the main one. Collective."""
-        group = dist.new_group(backend="gloo", timeout=_BACKGROUND_WAIT) if self.world > 1 else None
+        group = None
+        if self.world > 1:
+            group = dist.new_group(backend="gloo", timeout=_BACKGROUND_WAIT)
         return replace(self, device=torch.device("cpu"), group=group)
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -131,6 +133,7 @@ class Ranks:
                 error.args = (f"{error} (on {socket.gethostname()})",)
             fault = error.to_json().encode()
         if self.sum([float(len(fault))])[0]:
-            faults = self.gather_bytes(fault)
-            raise error_from_json(self.broadcast_bytes(next(filter(None, faults)) if faults else None))
+            faults = self.gather_bytes(fault) or []  # on rank 0
+            first = next(filter(None, faults), None)
+            raise error_from_json(self.broadcast_bytes(first))
         return result

@@ -68,8 +68,10 @@ def facts(device: torch.device) -> Facts:
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is split, which may have one UUID
+        if "MIG" not in slices:
+            slices = ""
         own |= {"gpu": gpu.name, "driver": _first_line("/proc/driver/nvidia/version"),
-                "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices if 'MIG' in slices else ''}"}
+                "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices}"}
     return own
 
 
@@ -125,30 +127,45 @@ def decide_on_rank0(
         except RuntimeError:
             raise UserError(f"process 0 has ended, or does not answer, while the processes compare {subject}; its own "
                             "message says why; start all of them again") from None
-    if refused := decision.get("refused"):
-        raise UserError(refused)
+    if decision.get("refused"):
+        raise UserError(decision["refused"])
     return decision
 
 
 def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tuple[list[Facts], str]:
     """All reports, and a sentence about those that did not come within `wait`."""
-    keys, absent = [f"{subject}/{rank}" for rank in range(world)], ""
-    for waited, total in ((NOTICE, NOTICE), (wait - NOTICE, wait)) if wait > NOTICE else ((wait, wait),):
-        try:
-            store.wait(keys, waited)
-            break
-        except RuntimeError:
-            there = [rank for rank, key in enumerate(keys) if store.check([key])]
-            nodes = Counter(json.loads(store.get(keys[rank])).get("node", "?") for rank in there)
-            absent = (f"{world - len(there)} of {world} processes did not come within {total.total_seconds():g} s: "
-                      f"{_ranks(sorted(set(range(world)) - set(there)))}; there are "
-                      + ", ".join(f"{count} on {node}" for node, count in nodes.items()))
-            if total < wait:
-                print_status(f"{absent}; waiting up to {(wait - total).total_seconds():g} s more; if one of them has "
-                             "ended, stop all and start them again")
-    else:
-        return [], absent + "; see what the launcher says of the others' machines, and start all of them again"
+    keys = [f"{subject}/{rank}" for rank in range(world)]
+    notice = min(NOTICE, wait)
+    try:
+        store.wait(keys, notice)
+    except RuntimeError:
+        absent = _absent(store, keys, notice)
+        rest = wait - notice
+        if rest:
+            print_status(f"{absent}; waiting up to {rest.total_seconds():g} s more; if one of them has ended, stop "
+                         "all and start them again")
+            try:
+                store.wait(keys, rest)
+                absent = ""
+            except RuntimeError:
+                absent = _absent(store, keys, wait)
+        if absent:
+            return [], f"{absent}; see what the launcher says of the others' machines, and start all of them again"
     return [json.loads(store.get(key)) for key in keys], ""
+
+
+def _absent(store: dist.Store, keys: Sequence[str], waited: timedelta) -> str:
+    """Which processes have not come, and where the others are."""
+    absent: list[int] = []
+    nodes: Counter[str] = Counter()
+    for rank, key in enumerate(keys):
+        if store.check([key]):
+            nodes[json.loads(store.get(key)).get("node", "?")] += 1
+        else:
+            absent.append(rank)
+    there = ", ".join(f"{count} on {node}" for node, count in nodes.items())
+    return (f"{len(absent)} of {len(keys)} processes did not come within {waited.total_seconds():g} s: "
+            f"{_ranks(absent)}; there are {there}")
 
 
 def _let_read(store: dist.Store, world: int, wait: timedelta, subject: str) -> None:
@@ -160,8 +177,11 @@ def _let_read(store: dist.Store, world: int, wait: timedelta, subject: str) -> N
 
 def _ranks(numbers: Sequence[int]) -> str:
     """"ranks 3, 4, 5, ..." of at most eight."""
-    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s' * (len(numbers) > 1)} {shown}"
+    shown = list(map(str, numbers[:8]))
+    if len(numbers) > 8:
+        shown.append("...")
+    word = "ranks" if len(numbers) > 1 else "rank"
+    return f"{word} {', '.join(shown)}"
 
 
 def agree(ranks: Ranks, subject: str, items: Mapping[str, str], remedy: str) -> None:
@@ -177,12 +197,15 @@ def agree(ranks: Ranks, subject: str, items: Mapping[str, str], remedy: str) -> 
         return
 
     def decide(reports: Sequence[Facts]) -> Facts:
-        names = dict.fromkeys(name for report in reports for name in report["items"])
+        names: dict[str, None] = {}  # in order, each once
+        for report in reports:
+            names |= dict.fromkeys(report["items"])
         nodes = [report["node"] for report in reports]
         phrases = []
         for name in names:
             values = [report["items"].get(name, "not set") for report in reports]
-            if phrase := differing(name, values, nodes):
+            phrase = differing(name, values, nodes)
+            if phrase:
                 phrases.append(phrase)
         if not phrases:
             return {"refused": ""}
@@ -213,8 +236,10 @@ def differing(what: str, values: Sequence[str], nodes: Sequence[str]) -> str:
     most = max(places, key=lambda value: len(places[value]))
     parts = []
     for value, where in places.items():
-        rest = value == most and len(where) > 4 and len(places) > 1
-        parts.append(f"{value or 'none'} on {f'the {len(where)} others' if rest else ', '.join(where)}")
+        listed = ", ".join(where)
+        if value == most and len(where) > 4 and len(places) > 1:
+            listed = f"the {len(where)} others"
+        parts.append(f"{value or 'none'} on {listed}")
     return f"{what} is " + ", but ".join(parts)
 
 
@@ -278,7 +303,12 @@ def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
     for report in reports:
         if "fault" in report:
             return {"refused": report["fault"]}
-    refused = differences(reports, {"device": MUST_MATCH["device"]} if differ else MUST_MATCH)
+    if differ:
+        refused = differences(reports, {"device": MUST_MATCH["device"]})
+        notes = []
+    else:
+        refused = differences(reports, MUST_MATCH)
+        notes = differences(reports, SHOULD_MATCH)
     if refused:
         refused.append("make them the same on all machines; deepnmt check-cluster shows every difference")
     sharing: dict[str, list[int]] = {}
@@ -291,13 +321,14 @@ def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
                            "process a GPU, and let each see its own GPU or all of them")
     machines = Counter(report["machine"] for report in reports)
     first = reports[0]
-    away = next((report["address"] for report in reports if report["machine"] != first["machine"]), "127.0.0.1")
-    peers = [away if report["machine"] == first["machine"] else first["address"] for report in reports]
-    local_worlds = [machines[report["machine"]] for report in reports]
-    notes = [] if differ else differences(reports, SHOULD_MATCH)
+    others = [report["address"] for report in reports if report["machine"] != first["machine"]]
+    peer_of_first = others[0] if others else "127.0.0.1"
+    processes = []
+    for report, cores in zip(reports, core_shares(reports), strict=True):
+        peer = peer_of_first if report["machine"] == first["machine"] else first["address"]
+        processes.append((cores, machines[report["machine"]], peer))
     nodes = [report["node"] for report in reports]
-    return {"refused": "; ".join(refused), "notes": notes, "nodes": nodes,
-            "processes": list(zip(core_shares(reports), local_worlds, peers))}
+    return {"refused": "; ".join(refused), "notes": notes, "nodes": nodes, "processes": processes}
 
 
 def differences(reports: Sequence[Facts], items: Mapping[str, str]) -> list[str]:
@@ -305,7 +336,8 @@ def differences(reports: Sequence[Facts], items: Mapping[str, str]) -> list[str]
     nodes = [report["node"] for report in reports]
     phrases = []
     for key, what in items.items():
-        if phrase := differing(what, [report.get(key, "") for report in reports], nodes):
+        phrase = differing(what, [report.get(key, "") for report in reports], nodes)
+        if phrase:
             phrases.append(phrase)
     return phrases
 

@@ -18,7 +18,8 @@ def place(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
         return None
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "1"))
     node = int(env.get("SLURM_NODEID", "0"))
-    return int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), counts[min(node, len(counts) - 1)]
+    local_world = counts[min(node, len(counts) - 1)]
+    return int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), local_world
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -32,10 +33,12 @@ def tasks_per_node(text: str) -> list[int]:
 def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR, the first node of the step, and MASTER_PORT, which jobs that share a node do not share."""
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    alone = env.get("SLURM_STEP_NUM_NODES") == "1" or not nodes
+    address = "127.0.0.1"
+    if nodes and env.get("SLURM_STEP_NUM_NODES") != "1":
+        address = first_node(nodes)
     job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID", "0"))
-    return {"MASTER_ADDR": "127.0.0.1" if alone else first_node(nodes),
-            "MASTER_PORT": str(_FIRST_PORT + (job * 7 + step) % _PORTS)}
+    port = _FIRST_PORT + (job * 7 + step) % _PORTS
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
 
 def first_node(nodes: str) -> str:
