@@ -93,9 +93,13 @@ class HalfPrecisionCopy(Generic[Module]):
 
 def _add_to_master_grad(weight: nn.Parameter, rounded: torch.Tensor) -> None:
     """Adds the gradient of a 16-bit weight to that of its fp32 master, and frees it."""
-    if rounded.grad is not None:
-        weight.grad = rounded.grad.float() if weight.grad is None else weight.grad.add_(rounded.grad)
-        rounded.grad = None
+    if rounded.grad is None:
+        return
+    if weight.grad is None:
+        weight.grad = rounded.grad.float()
+    else:
+        weight.grad.add_(rounded.grad)
+    rounded.grad = None
 
 
 class MasterWeights(nn.Module):
@@ -148,7 +152,8 @@ class DeepSpeedEngine:
         if self.zero or layout.precision == "fp32":
             return module
         dtype = torch.float16 if layout.precision == "fp16" else torch.bfloat16
-        self._half = half = HalfPrecisionCopy(module.to(self.device), dtype)
+        half = HalfPrecisionCopy(module.to(self.device), dtype)
+        self._half = half
         return half.module
 
     def _start(self, module: nn.Module, layout: Layout) -> None:
@@ -206,13 +211,14 @@ class DeepSpeedEngine:
 
     def owned(self) -> Iterator[Part]:
         for name, p in self.local.items():
-            start, stop = self._kept(p)
+            start, stop = self._own_range(p)
             if self.zero == 0:  # all data-parallel ranks keep all
                 start, stop = self._share(p.numel())
             if start < stop and self._first_holder(name):
-                weight, *moments = (tensor.detach() for tensor in self._state(p))
+                tensors = [tensor.detach() for tensor in self._state(p)]
                 if self.zero == 0:
-                    weight, *moments = (tensor[start:stop] for tensor in (weight, *moments))
+                    tensors = [tensor[start:stop] for tensor in tensors]
+                weight, *moments = tensors
                 yield Part(name, _whole_shape(p), start, weight, dict(zip(self.moments, moments, strict=True)))
 
     def _first_holder(self, name: str) -> bool:
@@ -224,36 +230,42 @@ class DeepSpeedEngine:
         size = -(-count // self.data_world)
         return min(size * self.data_rank, count), min(size * (self.data_rank + 1), count)
 
-    def _kept(self, p: Any) -> tuple[int, int]:
+    def _own_range(self, p: Any) -> tuple[int, int]:
         """The range of a flattened parameter whose fp32 weight and moments this process keeps."""
         if self.zero == 0:
             return 0, p.numel()
-        address = p._hp_mapping.lp_fragment_address if p._hp_mapping else None
-        return (address.start, address.start + address.numel) if address else (0, 0)
+        if not p._hp_mapping:
+            return 0, 0
+        address = p._hp_mapping.lp_fragment_address
+        return address.start, address.start + address.numel
 
     def _state(self, p: Any) -> list[torch.Tensor]:
-        """The fp32 weight and moments of `_kept`, flat, as the optimizer has them; not of an empty range."""
+        """The fp32 weight and moments of `_own_range`, flat, as the optimizer has them; not of an empty range."""
         if self.zero == 0:
             state = self._optimizer.state[p]
-            return [tensor.view(-1) for tensor in (p, *(state[moment] for moment in self.moments))]
-        return [p._hp_mapping.get_hp_fragment(), *(p._hp_mapping.get_hp_fragment(m) for m in self.moments)]
+            return [p.view(-1), *[state[moment].view(-1) for moment in self.moments]]
+        mapping = p._hp_mapping
+        return [mapping.get_hp_fragment(), *[mapping.get_hp_fragment(moment) for moment in self.moments]]
 
     def _write(self, p: Any, values: Sequence[torch.Tensor]) -> None:
-        """Sets the fp32 weight and moments of `_kept`."""
+        """Sets the fp32 weight and moments of `_own_range`."""
         for tensor, value in zip(self._state(p), values, strict=True):
             tensor.data.copy_(value)
 
     @torch.no_grad()
     def fill(self, source: Source, moments: Source | None = None, step: int = 0) -> None:
         for name, p in self.local.items():
-            shape, (start, stop) = _whole_shape(p), self._kept(p)
+            shape = _whole_shape(p)
+            start, stop = self._own_range(p)
             if start == stop:
                 continue
             weight = part_from(source, name, shape, start, stop).to(self.device, torch.float32)
             values = [weight]
             for moment in self.moments:
-                value = (part_from(moments, f"{name}.{moment}", shape, start, stop) if moments
-                         else initial_moment(moment, weight))
+                if moments:
+                    value = part_from(moments, f"{name}.{moment}", shape, start, stop)
+                else:
+                    value = initial_moment(moment, weight)
                 values.append(value.to(self.device, torch.float32))
             self._write(p, values)
         self._refresh()
@@ -274,7 +286,7 @@ class DeepSpeedEngine:
     def swap_average(self) -> None:
         average = 1 + self.moments.index("ema")
         for p in self.local.values():
-            start, stop = self._kept(p)
+            start, stop = self._own_range(p)
             if start < stop:
                 values = [tensor.clone() for tensor in self._state(p)]
                 values[0], values[average] = values[average], values[0]
@@ -290,8 +302,8 @@ class DeepSpeedEngine:
         try:
             model = self.build(lambda part: cast_onto(part, dtype, self.device))
             if self.zero == 3:  # gathering needs room for one more weight, padded to equal shares
-                torch.empty(max(p.numel() for p in model.parameters()) + dist.get_world_size(), dtype=dtype,
-                            device=self.device)
+                largest = max(p.numel() for p in model.parameters())
+                torch.empty(largest + dist.get_world_size(), dtype=dtype, device=self.device)
         except torch.OutOfMemoryError:
             self._out_of_memory.fill_(1.0)
         dist.all_reduce(self._out_of_memory)  # so that no process waits for one that failed
@@ -307,11 +319,15 @@ class DeepSpeedEngine:
     @property
     def _loss_factor(self) -> float:
         """The fp16 loss scale where deepnmt applies it, which is without ZeRO; else 1."""
-        return self.scaler.cur_scale if self.scaler and not self.zero else 1.0
+        if self.scaler is None or self.zero:
+            return 1.0
+        return self.scaler.cur_scale
 
     def _unscale(self) -> None:
         """Divides the gradients by `_loss_factor`."""
-        for p in self.local.values() if self._loss_factor != 1 else ():
+        if self._loss_factor == 1:
+            return
+        for p in self.local.values():
             if p.grad is not None:
                 p.grad /= self._loss_factor
 

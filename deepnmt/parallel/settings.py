@@ -93,7 +93,8 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
         UserError: operations that there are not, several processes without DeepSpeed, an impossible pipeline, an
             unreadable JSON, or one that lacks a required key or contradicts the recipe (all such faults at once).
     """
-    path, stages, precision = recipe.parallel.ds_config, recipe.parallel.pipeline_stages, recipe.parallel.precision
+    path = recipe.parallel.ds_config
+    stages = recipe.parallel.pipeline_stages
     known_sets(recipe.parallel.overrides)
     for side in recipe.model.sides:
         stack = recipe.model.stack(side)
@@ -114,62 +115,26 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
         return Layout()
     check_stages(stages, recipe.model.encoder.layers, recipe.model.decoder.layers)
     if stages and world % stages:
-        near = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+        divisors = [str(n) for n in range(1, world + 1) if world % n == 0]
+        processes = f"{world} processes" if world > 1 else f"{world} process"
         raise UserError(
-            f"parallel.pipeline_stages is {stages}, but {world} process{'es' if world > 1 else ''} cannot be divided "
-            f"evenly among {stages} stages; start a multiple of {stages}, or set it to one of {near}"
+            f"parallel.pipeline_stages is {stages}, but {processes} cannot be divided evenly among {stages} stages; "
+            f"start a multiple of {stages}, or set it to one of {', '.join(divisors)}"
         )
     data_parallel = data_ranks(recipe, world)
-    # an update of a fixed size has each time as many as it needs; DeepSpeed only asks whether there may be several
-    accumulation = recipe.batch.accumulation if recipe.batch.update_tokens is None else 2
     tree = _read(path)
-    faults = [f"{key} must be written: {why}" for key, why in _REQUIRED.items() if _get(tree, key) is None]
-    _choose_precision(tree, precision, faults)
-    owned: dict[str, tuple[str, float]] = {
-        "train_micro_batch_size_per_gpu": ("batch", 1),
-        "gradient_accumulation_steps": ("batch.accumulation", accumulation),
-        "train_batch_size": ("batch", accumulation * data_parallel),
-        "gradient_clipping": ("train.clip", recipe.train.clip),
-        "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
-        "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),
-    }
-    for key, (owner, expected) in owned.items():
-        section, _, name = key.rpartition(".")
-        group = _group(tree, section) if section else tree
-        written = group.get(name, "auto")
-        if written not in ("auto", expected):
-            faults.append(f'{key} is {json.dumps(written)}, but the recipe\'s {owner} makes it {expected}; write '
-                          '"auto"')
-        group[name] = expected
-    for key, owner in _OWNED_BY_RECIPE.items():
-        if _get(tree, key) is not None:
-            faults.append(f"{key} is given, but {owner}; remove it from the JSON")
-    for key, (value, why) in _FIXED_VALUES.items():
-        if _get(tree, key) not in (None, value):
-            faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
-    for key in ("communication_data_type", "data_types.grad_accum_dtype"):
-        if _get(tree, key) not in (None, *get_args(Precision)):
-            faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(get_args(Precision))}")
-    stage = _get(tree, "zero_optimization.stage")
-    if _get(tree, _PERSISTENCE) == "auto":  # biases, norms and other vectors stay whole: fewer and larger gathers
-        tree["zero_optimization"][_PERSISTENCE.partition(".")[2]] = max(recipe.model.ffn, 3 * recipe.model.width)
-    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-        faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
-    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        device = _get(tree, f"zero_optimization.{key}.device")
-        if device not in (None, "none") and stage in (0, 1, 2, 3) and stage < least:
-            faults.append(f"zero_optimization.{key} is given, but has no effect below stage {least}; remove it")
-    # DeepSpeed reads this section, but deepnmt sets the stages without it
-    if not isinstance(tree.get("pipeline", {}), dict):
-        faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
-    for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
-        faults.append(f"pipeline.{key} is given, but has no effect here: the recipe's parallel.pipeline_stages owns "
-                      "the number of stages, and deepnmt partitions the model; remove it from the JSON")
-    if "pipeline" in tree and not stages:
-        faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
-                      "parallel.pipeline_stages, or remove the section from the JSON")
+    faults = []
+    for key, why in _REQUIRED.items():
+        if _get(tree, key) is None:
+            faults.append(f"{key} must be written: {why}")
+    faults += _choose_precision(tree, recipe.parallel.precision)
+    faults += _fill_in(tree, recipe, data_parallel)
+    faults += _foreign_keys(tree)
+    faults += _choose_zero(tree, recipe.model)
+    faults += _pipeline_section(tree, stages)
     if faults:
         raise UserError("\n  ".join([f"{path} does not fit this run:", *faults]))
+    stage = _get(tree, "zero_optimization.stage")
     if recipe.parallel.compile and stage == 3:
         raise UserError(f"parallel.compile is true, but {path} has ZeRO stage 3, which gathers the weights of every "
                         "part of a layer while that is computed; set parallel.ds_config=ds_configs/zero1.json, or "
@@ -185,12 +150,13 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
             "gradients and weights of a stage on its process, so it needs ZeRO 0 or 1; set "
             "parallel.ds_config=ds_configs/zero1.json"
         )
-    return Layout(stage, precision, stages, data_parallel, tree, path)
+    return Layout(stage, recipe.parallel.precision, stages, data_parallel, tree, path)
 
 
 def _grows(model: Model, side: Side) -> bool:
     """Whether the stream of a stack has more tensors above than at its start."""
-    first, top = (LayerPosition.of(model, side, index) for index in (0, model.stack(side).layers))
+    first = LayerPosition.of(model, side, 0)
+    top = LayerPosition.of(model, side, model.stack(side).layers)
     return first.block.carried(first) != top.block.carried(top)
 
 
@@ -199,27 +165,105 @@ def data_ranks(recipe: Recipe, world: int) -> int:
     return world // (recipe.parallel.pipeline_stages or 1)
 
 
-def _choose_precision(tree: dict[str, Any], precision: Precision, faults: list[str]) -> None:
+# -- the parts of the JSON: each is completed in place, and its faults are returned ------------------------------------
+
+
+def _fill_in(tree: dict[str, Any], recipe: Recipe, data_parallel: int) -> list[str]:
+    """Gives the keys that are "auto" or missing the values that follow from the recipe."""
+    accumulation = recipe.batch.accumulation
+    if recipe.batch.update_tokens is not None:
+        # an update of a fixed size has each time as many as it needs; DeepSpeed only asks whether there may be several
+        accumulation = 2
+    faults = []
+    owned: dict[str, tuple[str, float]] = {
+        "train_micro_batch_size_per_gpu": ("batch", 1),
+        "gradient_accumulation_steps": ("batch.accumulation", accumulation),
+        "train_batch_size": ("batch", accumulation * data_parallel),
+        "gradient_clipping": ("train.clip", recipe.train.clip),
+        "fp16.initial_scale_power": ("loss_scale.initial_power", recipe.loss_scale.initial_power),
+        "fp16.loss_scale_window": ("loss_scale.window", recipe.loss_scale.window),
+    }
+    for key, (owner, expected) in owned.items():
+        section, _, name = key.rpartition(".")
+        group = tree
+        if section:
+            group = _group(tree, section)
+        written = group.get(name, "auto")
+        if written not in ("auto", expected):
+            faults.append(f'{key} is {json.dumps(written)}, but the recipe\'s {owner} makes it {expected}; write '
+                          '"auto"')
+        group[name] = expected
+    return faults
+
+
+def _foreign_keys(tree: dict[str, Any]) -> list[str]:
+    """Keys that the recipe or deepnmt itself decides."""
+    faults = []
+    for key, owner in _OWNED_BY_RECIPE.items():
+        if _get(tree, key) is not None:
+            faults.append(f"{key} is given, but {owner}; remove it from the JSON")
+    for key, (value, why) in _FIXED_VALUES.items():
+        if _get(tree, key) not in (None, value):
+            faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
+    for key in ("communication_data_type", "data_types.grad_accum_dtype"):
+        if _get(tree, key) not in (None, *get_args(Precision)):
+            faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(get_args(Precision))}")
+    return faults
+
+
+def _choose_zero(tree: dict[str, Any], model: Model) -> list[str]:
+    """Checks the ZeRO stage and what depends on it, and sets the size from which ZeRO-3 gathers weights."""
+    faults = []
+    stage = _get(tree, "zero_optimization.stage")
+    if _get(tree, _PERSISTENCE) == "auto":  # biases, norms and other vectors stay whole: fewer and larger gathers
+        _, _, name = _PERSISTENCE.partition(".")
+        tree["zero_optimization"][name] = max(model.ffn, 3 * model.width)
+    if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+        faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = _get(tree, f"zero_optimization.{key}.device")
+        if device not in (None, "none") and stage in (0, 1, 2, 3) and stage < least:
+            faults.append(f"zero_optimization.{key} is given, but has no effect below stage {least}; remove it")
+    return faults
+
+
+def _pipeline_section(tree: dict[str, Any], stages: int) -> list[str]:
+    """Checks the section of pipelines."""
+    faults = []
+    # DeepSpeed reads this section, but deepnmt sets the stages without it
+    if not isinstance(tree.get("pipeline", {}), dict):
+        faults.append(f"pipeline is {json.dumps(tree['pipeline'])}, must be an object, for example {{}}")
+    for key in sorted(_group(tree, "pipeline").keys() - {"activation_checkpoint_interval"}):
+        faults.append(f"pipeline.{key} is given, but has no effect here: the recipe's parallel.pipeline_stages owns "
+                      "the number of stages, and deepnmt partitions the model; remove it from the JSON")
+    if "pipeline" in tree and not stages:
+        faults.append("it is for pipelines (it has a pipeline section), but parallel.pipeline_stages is 0; set "
+                      "parallel.pipeline_stages, or remove the section from the JSON")
+    return faults
+
+
+def _choose_precision(tree: dict[str, Any], precision: Precision) -> list[str]:
     """Enables the section, bf16 or fp16, that `precision` needs, and removes the other, where they are "auto" or
-    missing; adds a fault for each that contradicts it."""
-    kinds = ("bf16", "fp16")
-    if all(_get(tree, f"{kind}.enabled") is True for kind in kinds):
-        faults.append("bf16 and fp16 are both enabled; keep one")
-        return
-    for kind in kinds:
-        section, needed = tree.get(kind), kind == precision
+    missing."""
+    if _get(tree, "bf16.enabled") is True and _get(tree, "fp16.enabled") is True:
+        return ["bf16 and fp16 are both enabled; keep one"]
+    faults = []
+    for kind in ("bf16", "fp16"):
+        section = tree.get(kind)
+        needed = kind == precision
         if section is not None and not isinstance(section, dict):
             faults.append(f'{kind} is {json.dumps(section)}, must be an object, for example {{"enabled": "auto"}}')
         elif not section or section.get("enabled") == "auto":
             tree.pop(kind, None)
             if needed:
                 tree[kind] = {**(section or {}), "enabled": True}
-        elif not isinstance(enabled := section.get("enabled"), bool):
+        elif not isinstance(section.get("enabled"), bool):
             faults.append(f'{kind}.enabled must be written, true, false or "auto"')
-        elif enabled != needed:
-            way = f"parallel.precision={kind}" if enabled else "parallel.precision=fp32"
-            faults.append(f"{kind}.enabled is {json.dumps(enabled)}, but the recipe's parallel.precision is "
+        elif section["enabled"] != needed:
+            way = f"parallel.precision={kind}" if section["enabled"] else "parallel.precision=fp32"
+            faults.append(f"{kind}.enabled is {json.dumps(section['enabled'])}, but the recipe's parallel.precision is "
                           f'{precision}; write "auto", or set {way}')
+    return faults
 
 
 def untested_deepspeed() -> str | None:
@@ -255,16 +299,19 @@ def check_with_deepspeed(layout: Layout) -> None:
         faults = []
         for key in sorted(tree.keys() - tree.asked):
             near = nearest(key, tree.asked)
-            faults.append(f"{key} is no key of it{f'; did you mean {near}?' if near else ''}")
+            hint = f"; did you mean {near}?" if near else ""
+            faults.append(f"{key} is no key of it{hint}")
         if not faults:
             return
     except ValidationError as error:
         faults = []
         for fault in error.errors():  # DeepSpeed's `loc` leaves out the section, which is added here
-            where = fault["loc"]
-            sections = [key for key, group in layout.config.items()
-                        if isinstance(group, dict) and where and where[0] in group]
-            faults.append(f"{'.'.join(map(str, (*sections[:1], *where)))}: {fault['msg']}")
+            where = list(fault["loc"])
+            for section, group in layout.config.items():
+                if isinstance(group, dict) and where and where[0] in group:
+                    where.insert(0, section)
+                    break
+            faults.append(f"{'.'.join(map(str, where))}: {fault['msg']}")
     except Exception as error:  # DeepSpeed raises many types
         faults = [" ".join(str(error).split())]
     raise UserError("\n  ".join([f"{layout.path} is rejected by DeepSpeed:", *faults]))

@@ -10,7 +10,7 @@ What it does by hand beside `parallel/deepspeed.py`, and why (each has a canary 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -39,7 +39,7 @@ class ZeroEngine(DeepSpeedEngine):
     """See `Engine`. `module` is the model, or its copy in 16 bits without ZeRO; DeepSpeed makes the update."""
 
     def __init__(self, build: Build, recipe: Recipe, layout: Layout, device: torch.device) -> None:
-        def partition(part: nn.Module) -> None:
+        def keep_share(part: nn.Module) -> None:
             """Keeps only this process's share of a part's parameters."""
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[layout.precision]
             for p in part.parameters():
@@ -47,16 +47,21 @@ class ZeroEngine(DeepSpeedEngine):
             cast_onto(part, dtype, device)
             deepspeed.zero.Init(module=part, config_dict_or_path=layout.config, dtype=dtype)
 
+        after_build: Callable[[nn.Module], None] = fill_with_nan
         if layout.stage == 3:
             give_memory_back()
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the open process group
-        module = build(partition if layout.stage == 3 else fill_with_nan)
+            after_build = keep_share
+        module = build(after_build)
         module.recompute = recipe.parallel.recompute_layers
         super().__init__(build, recipe, device, layout, dict(module.named_parameters()))
         self.module = self._compute_module(module, layout)
         self.data_rank, self.data_world = dist.get_rank(), dist.get_world_size()
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-        self._start(module if module is self.module else MasterWeights(module, self.module), layout)
+        trained: nn.Module = module
+        if module is not self.module:
+            trained = MasterWeights(module, self.module)
+        self._start(trained, layout)
         self._create_optimizer_state(self._update_with_zero_gradients)
 
     def train_step(
@@ -112,14 +117,18 @@ class ZeroEngine(DeepSpeedEngine):
         self.engine.eval()
         return read_sums([self.engine(batch) for batch in batches])
 
-    def _kept(self, p: Any) -> tuple[int, int]:
-        return self._share(p.ds_numel) if self.zero == 3 else super()._kept(p)
+    def _own_range(self, p: Any) -> tuple[int, int]:
+        if self.zero < 3:
+            return super()._own_range(p)
+        return self._share(p.ds_numel)
 
     def _state(self, p: Any) -> list[torch.Tensor]:
         if self.zero < 3:
             return super()._state(p)
-        start, stop = self._kept(p)
-        padded = [safe_get_local_fp32_param(p), *(safe_get_local_optimizer_state(p, m) for m in self.moments)]
+        start, stop = self._own_range(p)
+        padded = [safe_get_local_fp32_param(p)]
+        for moment in self.moments:
+            padded.append(safe_get_local_optimizer_state(p, moment))
         return [tensor[: stop - start] for tensor in padded]
 
     def _write(self, p: Any, values: Sequence[torch.Tensor]) -> None:
@@ -127,7 +136,7 @@ class ZeroEngine(DeepSpeedEngine):
             super()._write(p, values)
             return
         size = -(-p.ds_numel // self.data_world)
-        weight, *moments = (nn.functional.pad(value, (0, size - len(value))) for value in values)
+        weight, *moments = [nn.functional.pad(value, (0, size - len(value))) for value in values]
         safe_set_local_fp32_param(p, weight)
         for moment, value in zip(self.moments, moments, strict=True):
             safe_set_local_optimizer_state(p, value, moment)

@@ -22,10 +22,11 @@ class Boundary:
 
     def __init__(self, model: Model, unit: str) -> None:
         both = len(model.sides) > 1
-        side: Side = model.last if unit == "output" else "encoder"
         self.both_streams = both and unit.startswith("decoder")  # the memory and the decoder's
         self.last_stream = not both or unit == "output"  # that of the side whose output predicts, alone
-        position = LayerPosition.of(model, *(layer_of(unit) or (side, model.stack(side).layers)))
+        side: Side = model.last if unit == "output" else "encoder"
+        place = layer_of(unit) or (side, model.stack(side).layers)  # no layer: above all of them
+        position = LayerPosition.of(model, *place)
         self.carried = position.block.carried(position)
         self.memory_width, self.width = model.shape("encoder").width, model.shape(model.last).width
         self.ids = "trg_in" if "decoder" in model.sides else "src"  # of the last side

@@ -70,10 +70,10 @@ class StageModule(PipelineModule):
         self._set_bounds(self.stage_id, self.stage_id + 1)
 
     def _build(self) -> None:
-        bounds, names = self.partition.bounds, [unit.name for unit in self.partition.units]
+        units, bounds = self.partition.units, self.partition.bounds
         begin, end = bounds[self.stage_id], bounds[self.stage_id + 1]
-        self.below = Boundary(self.recipe.model, names[begin]) if begin else None
-        self.above = Boundary(self.recipe.model, names[end]) if end < len(names) else None
+        self.below = Boundary(self.recipe.model, units[begin].name) if begin else None
+        self.above = Boundary(self.recipe.model, units[end].name) if end < len(units) else None
         self.stage = self.build(range(begin, end))
         self.stage.recompute = self.recipe.parallel.recompute_layers
         self.compute_module = (self.stage,)  # in a tuple: a copy's weights must not become this module's parameters
@@ -87,11 +87,17 @@ class StageModule(PipelineModule):
         """
         holders: dict[str, list[int]] = {}
         for stage in range(self.partition.stages):
-            for name in {unit.table[0] for unit in self.partition.held(stage) if unit.table}:
-                holders.setdefault(name, []).append(stage)
+            for unit in self.partition.units_of(stage):
+                if unit.table:
+                    name, _ = unit.table
+                    stages = holders.setdefault(name, [])
+                    if stage not in stages:
+                        stages.append(stage)
         groups: dict[str, dict[str, Any]] = {}
         for name, stages in sorted(holders.items()):
-            for data in range(self._grid.data_parallel_size if len(stages) > 1 else 0):
+            if len(stages) == 1:
+                continue
+            for data in range(self._grid.data_parallel_size):
                 members = [self._grid.stage_to_global(stage_id=stage, data=data) for stage in stages]
                 group = dist.new_group(ranks=members)
                 if self.global_rank in members:
@@ -108,7 +114,8 @@ class StageModule(PipelineModule):
         """Says which micro-batches are sent through the pipeline next. Each stage receives them, and computes them, in
         this order."""
         prepared = [self.compute_module[0].objective.prepare(batch) for batch in batches]
-        self.to_receive, self.to_compute = iter(prepared), iter(prepared)
+        self.to_receive = iter(prepared)
+        self.to_compute = iter(prepared)
 
     def empty(self) -> torch.Tensor:
         """An empty tensor for what the previous stage sends next."""
@@ -124,7 +131,8 @@ class StageModule(PipelineModule):
         """
         stage = self.compute_module[0]
         batch = next(self.to_compute)
-        memory, hidden = stage.run(batch, *(self.below.unpack(x, batch) if self.below else ()))
+        streams = self.below.unpack(x, batch) if self.below else ()
+        memory, hidden = stage.run(batch, *streams)
         if self.above:
             return self.above.pack(memory, hidden)
         assert isinstance(hidden, torch.Tensor)
@@ -163,10 +171,12 @@ class PipelineEngine(DeepSpeedEngine):
         self.module = self._compute_module(self.pipe.stage, layout)
         self.pipe.compute_module = (self.module,)
         self.stages, self.stage = partition.stages, self.pipe.stage_id
-        self.data_rank, self.data_world = self.pipe._grid.data_parallel_id, ranks.world // partition.stages
+        self.data_rank = self.pipe._grid.data_parallel_id
+        self.data_world = ranks.world // partition.stages
         self.shapes = self._exchange_shapes()
         self.parameters = sum(math.prod(shape) for _, _, shape in self._unique_parameters())
-        self._norm, self._step_applied = 0.0, True  # of the last update
+        self._norm = 0.0  # of the last update
+        self._step_applied = True
         self.spare = self._spare_parameters()
         self.pipe.spare = nn.ParameterList(self.spare.values())
         self._start(self.pipe, layout)
@@ -182,20 +192,23 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _exchange_shapes(self) -> list[list[tuple[str, list[int]]]]:
         """Names and shapes of every stage's parameters, on every process."""
-        mine = json.dumps([(name, list(p.shape)) for name, p in self.local.items()]).encode()
-        shapes = self.ranks.gather_bytes(mine)
-        first = [self._first_rank_of(stage) for stage in range(self.stages)]
-        data = json.dumps([json.loads(shapes[rank]) for rank in first]).encode() if shapes else None
-        return json.loads(self.ranks.broadcast_bytes(data))
+        mine = [(name, list(p.shape)) for name, p in self.local.items()]
+        shapes = self.ranks.gather_bytes(json.dumps(mine).encode())
+        of_stages = []
+        if shapes:
+            for stage in range(self.stages):
+                of_stages.append(json.loads(shapes[self._first_rank_of(stage)]))
+        return json.loads(self.ranks.broadcast_bytes(json.dumps(of_stages).encode()))
 
     def _spare_parameters(self) -> dict[str, nn.Parameter]:
         """A single zero for each parameter group that other stages have and this one lacks, under the name of a
         parameter there: ZeRO reduces the gradient norm of one group after the other over all stages."""
-        recipe, found = self.recipe, {group_key(name, p.shape, self.recipe) for name, p in self.local.items()}
+        groups = {group_key(name, p.shape, self.recipe) for name, p in self.local.items()}
         spare = {}
         for _, name, shape in self._unique_parameters():
-            if (kind := group_key(name, shape, recipe)) not in found:
-                found.add(kind)
+            group = group_key(name, shape, self.recipe)
+            if group not in groups:
+                groups.add(group)
                 spare[name] = nn.Parameter(torch.zeros([1] * len(shape)))
                 cast(Any, spare[name]).ds_pipe_replicated = False
         return spare
@@ -243,9 +256,13 @@ class PipelineEngine(DeepSpeedEngine):
         """The optimizer step without ZeRO: clips by the norm over all stages (DeepSpeed uses the first stage's alone)
         and drops an update with non-finite gradients (DeepSpeed does not check)."""
         self._unscale()
-        own = [p.grad for p in self.pipe.parameters() if p.grad is not None and not p.ds_pipe_replicated]
-        squares = torch.stack([grad.float().pow(2).sum() for grad in own]).sum() if own else torch.zeros(())
-        total = squares.double().to(self.device)
+        squares = []
+        for p in self.pipe.parameters():
+            if p.grad is not None and not p.ds_pipe_replicated:
+                squares.append(p.grad.float().pow(2).sum())
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        if squares:
+            total += torch.stack(squares).sum()
         dist.all_reduce(total, group=self.pipe._grid.get_pipe_parallel_group())
         squared = float(*self._reading.read(total))
         self._norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
@@ -266,14 +283,15 @@ class PipelineEngine(DeepSpeedEngine):
         self.pipe.eval()
         self.pipe.begin(batches)
         sums: list[LossSums] = []
-        self.pipe.add, count = sums.append, len(batches)
+        self.pipe.add = sums.append
+        count = len(batches)
         self.engine.eval_batch(_loaded(batches), reduce_output=None, bcast_loss=False, num_micro_batches=count)
         return read_sums(sums) if sums else [(0.0, 0.0)] * count
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def _first_holder(self, name: str) -> bool:
-        return self.stage == next(stage for stage, held in enumerate(self.shapes) if name in dict(held))
+        return not any(name in dict(shapes) for shapes in self.shapes[: self.stage])
 
     def _unique_parameters(self) -> Iterator[tuple[int, str, list[int]]]:
         """(stage, name, shape) of every parameter; a tied table only from the first stage that holds it."""
@@ -318,10 +336,10 @@ class PipelineEngine(DeepSpeedEngine):
 
             return run
 
-        work = (schedule.ForwardPass, schedule.BackwardPass, schedule.LoadMicroBatch)
-        self.engine._INSTRUCTION_MAP = {
-            kind: timed(execute) if kind in work else execute for kind, execute in self.engine._INSTRUCTION_MAP.items()
-        }
+        instructions = dict(self.engine._INSTRUCTION_MAP)
+        for kind in (schedule.ForwardPass, schedule.BackwardPass, schedule.LoadMicroBatch):
+            instructions[kind] = timed(instructions[kind])
+        self.engine._INSTRUCTION_MAP = instructions
 
 
 def _loaded(batches: Sequence[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -360,6 +378,8 @@ def _zero_norm_for_replicas(optimizer: Any, device: torch.device) -> None:
 
     def gradients(for_clipping: bool = False) -> Any:
         result = original(for_clipping)
-        return result if for_clipping or result[0] else ([torch.zeros(1, device=device)], result[1])
+        if for_clipping or result[0]:
+            return result
+        return [torch.zeros(1, device=device)], result[1]
 
     optimizer.get_grads_for_norm = gradients

@@ -9,6 +9,7 @@ batches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,18 +55,24 @@ class Partition:
     def stages(self) -> int:
         return len(self.bounds) - 1
 
-    def held(self, stage: int) -> tuple[Unit, ...]:
+    def units_of(self, stage: int) -> tuple[Unit, ...]:
         """The stage's units."""
         return self.units[self.bounds[stage] : self.bounds[stage + 1]]
 
     def cost(self, stage: int) -> float:
         """The stage's share of the model's cost, 0 to 1."""
-        return sum(unit.cost for unit in self.held(stage)) / sum(unit.cost for unit in self.units)
+        return _cost(self.units_of(stage)) / _cost(self.units)
 
     def parameters(self, stage: int) -> int:
         """The number of parameters that the stage holds; a table that several of its units share counts once."""
-        held = self.held(stage)
-        return sum(unit.parameters for unit in held) + sum(dict(unit.table for unit in held if unit.table).values())
+        count = 0
+        tables: dict[str, int] = {}
+        for unit in self.units_of(stage):
+            count += unit.parameters
+            if unit.table:
+                name, size = unit.table
+                tables[name] = size
+        return count + sum(tables.values())
 
     def bubble(self, micro_batches: int) -> float:
         """The share of time that stages are expected to idle, on average, with M micro-batches an update.
@@ -80,11 +87,13 @@ class Partition:
         """A table to print: each stage's units, parameters and share of the work; then the expected bubble."""
         rows = [("stage", "units", "parameters", "work")]
         for stage in range(self.stages):
-            held = self.held(stage)
-            names = held[0].name if len(held) == 1 else f"{held[0].name} ... {held[-1].name}"
-            rows.append((str(stage), f"{names} ({len(held)})", f"{self.parameters(stage):,}",
+            units = self.units_of(stage)
+            names = units[0].name
+            if len(units) > 1:
+                names += f" ... {units[-1].name}"
+            rows.append((str(stage), f"{names} ({len(units)})", f"{self.parameters(stage):,}",
                          f"{100 * self.cost(stage):.1f} %"))
-        count = f"{micro_batches} micro-batch{'' if micro_batches == 1 else 'es'}"
+        count = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
         return (f"{table(rows, left=2)}\nexpected bubble with {count} an update: "
                 f"{100 * self.bubble(micro_batches):.0f} %")
 
@@ -125,8 +134,10 @@ def cost_units(model: Model, src_vocab: int, trg_vocab: int, ratio: float = 1.0)
     }
     units = []
     for name, parameters in _sizes(model).items():
-        if layer := layer_of(name):
-            units.append(Unit(name, parameters, layers[layer[0]]))
+        layer = layer_of(name)
+        if layer:
+            side, _ = layer
+            units.append(Unit(name, parameters, layers[side]))
         else:
             use, vocab, cost = ends[name]
             rows = table_rows(model, vocab)
@@ -139,7 +150,9 @@ def _sizes(model: Model) -> dict[str, int]:
     sizes = {}
     for number, name in enumerate(unit_names(model)):
         stage = Transformer(model, 1, 1, 0, units=range(number, number + 1))
-        sizes[name] = sum(p.numel() for part in (stage.encoder, stage.decoder) for p in part.parameters())
+        sizes[name] = 0
+        for part in (stage.encoder, stage.decoder):
+            sizes[name] += sum(p.numel() for p in part.parameters())
     return sizes
 
 
@@ -158,23 +171,29 @@ def partition(units: Sequence[Unit], stages: int) -> Partition:
     Raises:
         UserError: more stages than layers.
     """
-    check_stages(stages, *(sum(unit.name.startswith(side) for unit in units) for side in ("encoder", "decoder")))
-    free = _best(units, 0, len(units), stages)
-    border = next((i for i, unit in enumerate(units) if unit.name == "target"), 0)
-    candidates = []
+    names = [unit.name for unit in units]
+    layers = Counter(name.partition(".")[0] for name in names)
+    check_stages(stages, layers["encoder"], layers["decoder"])
+    bounds = _best(units, 0, len(units), stages)
+    least = _slowest(units, bounds) * _BOUNDARY_BONUS
+    border = names.index("target") if "target" in names else 0
     for before in range(1, stages):
         if before <= border and stages - before <= len(units) - border:
-            left = _best(units, 0, border, before)
-            candidates.append((*left, *_best(units, border, len(units), stages - before)[1:]))
-    bounds = min(
-        [free, *candidates], key=lambda each: _slowest(units, each) * (_BOUNDARY_BONUS if each is free else 1.0)
-    )
+            left, right = _best(units, 0, border, before), _best(units, border, len(units), stages - before)
+            candidate = (*left, *right[1:])
+            slowest = _slowest(units, candidate)
+            if slowest < least:
+                bounds, least = candidate, slowest
     return Partition(tuple(units), bounds)
+
+
+def _cost(units: Sequence[Unit]) -> float:
+    return sum(unit.cost for unit in units)
 
 
 def _slowest(units: Sequence[Unit], bounds: Sequence[int]) -> float:
     """The cost of the most expensive stage."""
-    return max(sum(u.cost for u in units[a:b]) for a, b in pairwise(bounds))
+    return max(_cost(units[start:stop]) for start, stop in pairwise(bounds))
 
 
 def _best(units: Sequence[Unit], start: int, stop: int, stages: int) -> tuple[int, ...]:
@@ -183,13 +202,14 @@ def _best(units: Sequence[Unit], start: int, stop: int, stages: int) -> tuple[in
     sums = [0.0]
     for unit in units[start:stop]:
         sums.append(sums[-1] + unit.cost)
-    count = stop - start
-    best: list[list[tuple[float, tuple[int, ...]]]] = [[(float("inf"), ())] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = (0.0, (0,))
-    for stage in range(1, stages + 1):
-        for end in range(stage, count + 1):
-            best[stage][end] = min(
-                (max(best[stage - 1][begin][0], sums[end] - sums[begin]), (*best[stage - 1][begin][1], end))
-                for begin in range(stage - 1, end)
-            )
-    return tuple(start + bound for bound in best[stages][count][1])
+    # Of the first units, by their number: the cost of the slowest stage, and the bounds.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (start,))}
+    for _ in range(stages):
+        with_another: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for begin, (slowest, bounds) in best.items():
+            for end in range(begin + 1, len(sums)):
+                candidate = max(slowest, sums[end] - sums[begin]), (*bounds, start + end)
+                with_another[end] = min(with_another.get(end, candidate), candidate)
+        best = with_another
+    _, bounds = best[stop - start]
+    return bounds
