@@ -113,7 +113,8 @@ class Run:
             UserError: an unknown or faulty setting; something other than a text among the sentences or prefixes, or not
                 as many of these as of those.
         """
-        return [best[0].text for best in self.translate_nbest(sentences, prefixes=prefixes, seed=seed, **settings)]
+        hypotheses = self.translate_nbest(sentences, prefixes=prefixes, seed=seed, **settings)
+        return [best[0].text for best in hypotheses]
 
     def translate_nbest(
         self, sentences: Iterable[str], *, prefixes: Iterable[str] | None = None, seed: int | None = None,
@@ -127,7 +128,8 @@ class Run:
             For each sentence at most `nbest` hypotheses, best first. Each has text, score, log-probability, number of
             tokens, and whether it ended by itself.
         """
-        recipe, texts = self._searching(seed, settings), _texts(sentences, "sentences")
+        recipe = self._searching(seed, settings)
+        texts = _texts(sentences, "sentences")
         if prefixes is None:
             return self._translate(texts, recipe)
         lines, begins = list(texts), list(_texts(prefixes, "prefixes"))
@@ -153,15 +155,24 @@ class Run:
             UserError: see `translate`; or `ahead` is below 1.
         """
         _require_number(ahead, "ahead", 1)
-        recipe, texts = self._searching(seed, settings), _texts(sentences, "sentences")
-        start = itertools.count(0, ahead)
-        chunks = iter(lambda: list(itertools.islice(texts, ahead)), [])
-        return (best[0].text for chunk in chunks for best in self._translate(chunk, recipe, next(start)))
+        recipe = self._searching(seed, settings)
+        texts = _texts(sentences, "sentences")
+
+        def translations() -> Iterator[str]:
+            start = 0
+            while chunk := list(itertools.islice(texts, ahead)):
+                for best in self._translate(chunk, recipe, start):
+                    yield best[0].text
+                start += ahead
+
+        return translations()
 
     def _searching(self, seed: int | None, settings: Settings) -> Recipe:
-        """The recipe with other settings of the search, and the seed that it draws with."""
+        """The recipe with other settings of the search, and the seed that it draws with; None: its own."""
         changes = {f"translate.{name}": value for name, value in settings.items()}
-        return _changed(self.recipe, changes if seed is None else {**changes, "seed": seed})
+        if seed is not None:
+            changes["seed"] = seed
+        return _changed(self.recipe, changes)
 
     def _translate(
         self, sentences: Iterable[str], recipe: Recipe, start: int = 0, prefixes: Iterable[str] | None = None
@@ -189,11 +200,12 @@ class Run:
         Raises:
             UserError: there are not as many translations as sentences, or see `translate`.
         """
-        sources, targets = list(_texts(sentences, "sentences")), list(_texts(translations, "translations"))
+        sources = list(_texts(sentences, "sentences"))
+        targets = list(_texts(translations, "translations"))
         if len(sources) != len(targets):
             raise UserError(f"there are {len(targets)} translations of {len(sources)} sentences; give one of each")
         _require_number(top, "top", 0)
-        recipe = _changed(self.recipe, {f"translate.{name}": value for name, value in settings.items()})
+        recipe = self._searching(None, settings)
         model = self.model if recipe.translate.precision == "fp32" else self._half
         pairs = [(source, [Given(target)]) for source, target in zip(sources, targets, strict=True)]
         with _threads(recipe):
@@ -219,7 +231,9 @@ class Run:
         Raises:
             UserError: no such test set, or see `translate`.
         """
-        sets = load_test_sets(self.recipe, None if tests is None else list(_texts(tests, "tests")))
+        if tests is not None:
+            tests = list(_texts(tests, "tests"))
+        sets = load_test_sets(self.recipe, tests)
         translations = [self.translate(test.sources, seed=seed, **settings) for test in sets]
         return score_systems({self.folder.name: translations}, sets, self.recipe.data.trg_lang)
 
@@ -232,7 +246,8 @@ class Run:
         """The model in the number format of a search, and the search of another program where that is asked for."""
         search = recipe.translate
         if search.backend == "torch":
-            return self._packed() if search.precision == "fp32" else self._half, None
+            model = self._packed() if search.precision == "fp32" else self._half
+            return model, None
         key = (search.backend, search.precision)
         if key not in self._searchers:
             self._searchers[key] = load_searcher(load_model(self.checkpoint), search, self.device)
@@ -282,19 +297,28 @@ def load(
         UserError: there is no such checkpoint, it is damaged, or it was trained with other plug-ins; or the device
             cannot be used, or a GPU that is there.
     """
-    folder, place = _path(folder, "folder"), None if device is None else _place(device)
-    files = [str(_path(file, f"plugins[{n}]")) for n, file in enumerate(_items(plugins, "plugins"))]
-    if faults := name_plugins({"plugins": files}, NAMED, True):
+    folder = _path(folder, "folder")
+    place = None if device is None else _place(device)
+    files = []
+    for number, file in enumerate(_items(plugins, "plugins")):
+        files.append(str(_path(file, f"plugins[{number}]")))
+    faults = name_plugins({"plugins": files}, NAMED, True)
+    if faults:
         raise UserError("\n".join(faults))
-    named = isinstance(checkpoint, str) and checkpoint in ("best", "newest", "averaged")
-    loaded = load_model(folder if named or checkpoint is None else _path(checkpoint, "checkpoint"),
-                        cast("Which", checkpoint) if named else "auto")
+    if checkpoint is None:
+        loaded = load_model(folder)
+    elif isinstance(checkpoint, str) and checkpoint in ("best", "newest", "averaged"):
+        loaded = load_model(folder, cast("Which", checkpoint))
+    else:
+        loaded = load_model(_path(checkpoint, "checkpoint"))
     if checkpoint is None:
         warn_if_outdated(loaded.folder)
     recipe = loaded.recipe
     if not (folder / MANIFEST).is_file():  # a run, whose recipe may have been changed since, and which may have moved
         recipe = load_recipe(folder, [_override("run", str(folder))])
-    model = loaded.model.to(place or ("cuda" if count_gpus(recipe.parallel.device) else "cpu"))
+    if place is None:
+        place = torch.device("cuda" if count_gpus(recipe.parallel.device) else "cpu")
+    model = loaded.model.to(place)
     return Run(folder, loaded.folder, recipe, model, loaded.src_vocab, loaded.trg_vocab, loaded.state.update)
 
 
@@ -325,7 +349,8 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
 
 def run_training(checked: Recipe) -> None:
     """What `train` does before it loads the model, for any task."""
-    if rank_from_environment()[1] > 1:
+    _, world, _, _ = rank_from_environment()
+    if world > 1:
         raise UserError("deepnmt.train runs on one process, but a launcher has started several; train with the command "
                         "instead: torchrun -m deepnmt train RECIPE")
     if checked.train.probe_every:
@@ -357,7 +382,9 @@ def prepare(recipe: str | Path | Settings | Recipe, changes: Settings | None = N
         UserError: a text is faulty, `vocab.size` does not suit it, the folder holds other data, ...
     """
     checked = read_recipe(recipe, changes)
-    return prepare_data(checked if checked.data.workers else _changed(checked, {"data.workers": 1}))
+    if not checked.data.workers:
+        checked = _changed(checked, {"data.workers": 1})
+    return prepare_data(checked)
 
 
 def average(
@@ -390,7 +417,8 @@ def average(
     if output is not None:
         output = _path(output, "output")
     recipe = load_recipe(folder, [_override("run", str(folder))])
-    return load(folder, average_run(recipe, last=last, best=best, updates=updates, output=output), device)
+    averaged = average_run(recipe, last=last, best=best, updates=updates, output=output)
+    return load(folder, averaged, device)
 
 
 def read_recipe(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Recipe:
@@ -403,25 +431,32 @@ def read_recipe(recipe: str | Path | Settings | Recipe, changes: Settings | None
     Raises:
         UserError: with every fault, one a line.
     """
-    changes = {} if changes is None else changes
+    if changes is None:
+        changes = {}
     if not isinstance(changes, Mapping) or not all(isinstance(name, str) for name in changes):
         raise UserError(f"changes is {changes!r}, must be a mapping of settings, for example {{'train.updates': 300}}")
     if isinstance(recipe, (Mapping, Recipe)):
         return _changed(recipe, changes)
-    return load_recipe(_path(recipe, "recipe"), [_override(name, value) for name, value in changes.items()])
+    overrides = [_override(name, value) for name, value in changes.items()]
+    return load_recipe(_path(recipe, "recipe"), overrides)
 
 
 def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
     """A recipe with other settings, checked."""
-    if isinstance(recipe, Recipe) and not changes:
-        return recipe
-    tree = recipe.model_dump() if isinstance(recipe, Recipe) else copy.deepcopy(dict(recipe))
+    if isinstance(recipe, Recipe):
+        if not changes:
+            return recipe
+        tree = recipe.model_dump()
+        # code that only a file names is not run
+        named_plugins = "plugins" in changes
+        named_metrics = any(name.split(".")[0] == "metrics" for name in changes)
+    else:
+        tree = copy.deepcopy(dict(recipe))
+        named_plugins = named_metrics = True
     _json(tree, "the recipe")  # or it contains itself
     for name, value in changes.items():
         override(tree, _override(name, value))
-    mine = not isinstance(recipe, Recipe)
-    return check_recipe(tree, "the recipe", mine or "plugins" in changes, mine or any(
-        name.split(".")[0] == "metrics" for name in changes))
+    return check_recipe(tree, "the recipe", named_plugins, named_metrics)
 
 
 def _override(name: str, value: Any) -> str:

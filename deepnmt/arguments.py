@@ -87,7 +87,9 @@ _NUMBERS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 def _name(action: argparse.Action) -> str:
     """What a user calls an argument."""
-    return next(iter(action.option_strings), None) or str(action.metavar or action.dest)
+    if action.option_strings:
+        return action.option_strings[0]
+    return str(action.metavar or action.dest)
 
 
 def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt") -> Parser:
@@ -111,8 +113,10 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
     """
     parser = plain_parser(command, text, examples, program)
     what = "a recipe (a YAML file, or a name that `deepnmt recipes` lists), or the folder of a run"
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?" if default else None, default=default,
-                        help=f"{what} (default {default})" if default else what)
+    if default:
+        parser.add_argument("recipe", metavar="RECIPE", nargs="?", default=default, help=f"{what} (default {default})")
+    else:
+        parser.add_argument("recipe", metavar="RECIPE", help=what)
     if more:
         parser.set_defaults(runs=[])
     parser.add_argument("overrides", nargs="*", metavar=f"{more} KEY=VALUE".strip(),
@@ -123,8 +127,10 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
 def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
     """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
     args = parser.parse_intermixed_args(words)
-    if (default := parser.get_default("recipe")) and "=" in args.recipe:  # the recipe was left out, a setting was not
-        args.recipe, args.overrides = default, [args.recipe, *args.overrides]
+    default = parser.get_default("recipe")
+    if default and "=" in args.recipe:  # the recipe was left out, a setting was not
+        args.overrides = [args.recipe, *args.overrides]
+        args.recipe = default
     if parser.get_default("runs") == []:
         args.runs = [word for word in args.overrides if "=" not in word]
         args.overrides = [word for word in args.overrides if "=" in word]
@@ -135,14 +141,22 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     if (folder / "manifest.json").is_file():
         raise UserError(f"{folder} is a checkpoint, not a recipe or a run; give the folder of the run, and name the "
                         "checkpoint with --checkpoint where the command has that option")
-    here = [f"run={json.dumps(str(folder))}"] if folder.is_dir() else []
-    return args, load_recipe(args.recipe, [*here, *args.overrides])
+    overrides = list(args.overrides)
+    if folder.is_dir():
+        overrides.insert(0, f"run={json.dumps(str(folder))}")
+    return args, load_recipe(args.recipe, overrides)
 
 
 def expected_model(args: argparse.Namespace, recipe: Recipe, checkpoint: object) -> Model | None:
     """The recipe's model, which the one that is loaded must be; None where a checkpoint is named that may hold any."""
-    named = any(words.partition("=")[0].split(".")[0] == "model" for words in args.overrides)
-    return None if checkpoint and not named else recipe.model
+    changed = any(_section(words) == "model" for words in args.overrides)
+    return recipe.model if changed or not checkpoint else None
+
+
+def _section(words: str) -> str:
+    """The section of a recipe that an override KEY=VALUE changes."""
+    key, _, _ = words.partition("=")
+    return key.split(".")[0]
 
 
 def settable(
@@ -157,7 +171,8 @@ def settable(
     """
     for words in args.overrides:
         key = words.partition("=")[0]
-        if key in without or not (recipe.is_marked(key, command) or key.split(".")[0] == "plugins"):
+        effective = recipe.is_marked(key, command) or _section(words) == "plugins"
+        if key in without or not effective:
             known = [name for name in recipe.marked(command) if name not in without]
             raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
                             f"{', '.join(known)})")
@@ -217,7 +232,9 @@ def numbers(option: str, text: str | None, separator: str) -> list[int] | None:
 def positive(args: argparse.Namespace, *names: str) -> None:
     """Raises `UserError` for an option whose number, or one of whose numbers, is below 1."""
     for name in names:
-        value = vars(args)[name]
-        for number in value if isinstance(value, list) else [value]:
+        values = vars(args)[name]
+        if not isinstance(values, list):
+            values = [values]
+        for number in values:
             if number < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {number}, must be 1 or more")

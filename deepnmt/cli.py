@@ -54,20 +54,19 @@ def run_command(
             with enough_threads():
                 return commands[command](words) or 0
         except ModuleNotFoundError as error:
-            optional = [name for module in command_modules() for name in getattr(module, "REQUIREMENTS", ())]
-            if error.name not in (*_FOR_TRAINING, *optional):
+            fault = _not_installed(command, str(error.name))
+            if fault is None:
                 raise
-            missing = [name for name in _FOR_TRAINING if find_spec(name) is None]
-            if error.name not in missing:
-                missing = [str(error.name)]
-            raise UserError(f"{command} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-                            f"installed here; run pip install {' '.join(missing)}") from None
+            raise fault from None
         except OSError as error:
             if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP):
                 raise
             raise UserError(f"{str(error.filename)[:60]}...: {os.strerror(error.errno)}; give another path") from None
     except UserError as error:
-        if not (_is_later_process() if error.reported is None else error.reported):
+        reported = error.reported
+        if reported is None:
+            reported = _is_later_process()
+        if not reported:
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
         if _is_on_several_machines() and error.reported is None:
             from deepnmt.processes.launch import end_others
@@ -82,11 +81,28 @@ def run_command(
         return INTERRUPTED
 
 
+def _not_installed(command: str, library: str) -> UserError | None:
+    """What to say of a library that is missing; None if it is none that may be."""
+    optional = list(_FOR_TRAINING)
+    for module in command_modules():
+        optional += getattr(module, "REQUIREMENTS", ())
+    if library not in optional:
+        return None
+    missing = [name for name in _FOR_TRAINING if find_spec(name) is None]
+    if library not in missing:
+        missing = [library]
+    verb = "is" if len(missing) == 1 else "are"
+    return UserError(f"{command} needs {', '.join(missing)}, which {verb} not installed here; run pip install "
+                     f"{' '.join(missing)}")
+
+
 def overview_of(program: str, groups: Mapping[str, Mapping[str, Command]], end: str) -> str:
     """What `--help` prints: every command with the first line of its docstring, under the headline of its group."""
     lines = [f"usage: {program} COMMAND ...", f"       {program} COMMAND --help"]
     for headline, commands in groups.items():
-        lines += ["", f"{headline}:", *(f"  {name:<15}{run.__doc__}" for name, run in commands.items())]
+        lines += ["", f"{headline}:"]
+        for name, run in commands.items():
+            lines.append(f"  {name:<15}{run.__doc__}")
     return "\n".join([*lines, "", end])
 
 
@@ -118,7 +134,9 @@ def _is_on_several_machines() -> bool:
 # Commands of earlier versions, and what has taken their place.
 MOVED = {"gpu-report": "python -m studies gpu-report, in a checkout of the repository"}
 _GROUPS = command_groups()
-COMMANDS: dict[str, Command] = {name: run for group in _GROUPS.values() for name, run in group.items()}
+COMMANDS: dict[str, Command] = {}
+for _group in _GROUPS.values():
+    COMMANDS |= _group
 OVERVIEW = overview_of("deepnmt", _GROUPS, """\
 Exit codes: 0 done; 2 a mistake, which a message explains; 75 training was stopped and has saved; 130 Ctrl-C.
 Versions: deepnmt --version. In Python: import deepnmt; help(deepnmt).

@@ -212,16 +212,17 @@ def describe(device: torch.device, processes: int, local: int, precision: str) -
     if device.type == "cuda":
         name = f"{device}, {torch.cuda.get_device_properties(device).name}"
         software = f"driver {driver() or 'unknown'}, CUDA {torch.version.cuda}"
+        backend = "nccl"
     else:
         name = f"cpu, {_cpu_name()}, {torch.get_num_threads()} thread(s)"
         software = "no GPU"
-    backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo"
     if processes == 1:
         backend = "one process"
-    slow = precision == "bf16" and emulates_bf16(device)
+    if precision == "bf16" and emulates_bf16(device):
+        precision = "bf16, which this device emulates: fp32 is faster"
     return {"device": name, "memory": f"{memory(device, local) / 2**30:.1f} GiB", "driver": software,
-            "torch": f"PyTorch {torch.__version__}", "backend": backend,
-            "precision": precision + ", which this device emulates: fp32 is faster" * slow}
+            "torch": f"PyTorch {torch.__version__}", "backend": backend, "precision": precision}
 
 
 def _cpu_name() -> str:

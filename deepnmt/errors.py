@@ -57,8 +57,8 @@ def enough_memory(remedy: str) -> Iterator[None]:
         if not (isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
                 or "DefaultCPUAllocator" in str(error)):
             raise
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"there is not enough memory ({said}); {remedy}") from None
+        cause = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"there is not enough memory ({cause}); {remedy}") from None
 
 
 @contextmanager
@@ -78,8 +78,15 @@ def printable(line: str) -> str:
     """A line with escapes for control characters, which could rewrite a terminal, and the middle of a very long one
     left out: messages quote names and values from files that may come from anywhere."""
     if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    return line if len(line) <= _LONGEST else f"{line[:_LONGEST // 2]} ... {line[-_LONGEST // 2:]}"
+        characters = []
+        for character in line:
+            if not character.isprintable():
+                character = character.encode("unicode_escape").decode()
+            characters.append(character)
+        line = "".join(characters)
+    if len(line) > _LONGEST:
+        line = f"{line[:_LONGEST // 2]} ... {line[-_LONGEST // 2:]}"
+    return line
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -87,7 +94,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     beginning of a word is enough."""
     names = {name.lower().replace("_", "-"): name for name in known}
     typed = word.lower().replace("_", "-")
-    completions = [name for name in names if len(typed) > 1 and name.startswith(typed)]
+    if len(typed) > 1:
+        for name in names:
+            if name.startswith(typed):
+                return names[name]
     # a lower cutoff would take words for each other that only share an ending
-    near = completions[:1] or difflib.get_close_matches(typed, names, n=1, cutoff=0.65)
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.65)
     return names[near[0]] if near else None

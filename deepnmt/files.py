@@ -184,5 +184,9 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table, whose header is the first row."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    head, *body = rows
+    lines = []
+    for row in (head, ["---"] * len(head), *body):
+        cells = [cell.replace("|", "\\|") for cell in row]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -89,8 +89,8 @@ def commit_folder(target: Path, files: Mapping[str, Iterable[Buffer]], facts: Ma
         FolderWriteError: disk full, no permission, or another error of the file system; no partial folder is left.
     """
     with new_folder(target) as temporary:
-        publish(temporary, target, {name: write_file(temporary / name, content, target) for name, content in
-                                    files.items()}, facts)
+        entries = {name: write_file(temporary / name, content, target) for name, content in files.items()}
+        publish(temporary, target, entries, facts)
 
 
 @contextmanager
@@ -113,7 +113,8 @@ def write_file(file: Path, content: Iterable[Buffer], target: Path, kind: Kind =
     """Writes a file and waits until it is on disk; returns its entry in the manifest of the folder `target`. The hash
     is of what was to be written, so it also tells whether that is what the disk holds. Raises `FolderWriteError`.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with reporting(target, kind):
         with open(file, "xb", buffering=0) as stream:
             for piece in content:
@@ -133,7 +134,9 @@ def entries_of(temporary: Path, target: Path, kind: Kind) -> dict[str, Entry]:
     Folders in it have manifests of their own. Raises `FolderWriteError`."""
     entries: dict[str, Entry] = {}
     with reporting(target, kind):
-        for file in sorted(path for path in temporary.iterdir() if not path.is_dir()):
+        for file in sorted(temporary.iterdir()):
+            if file.is_dir():
+                continue
             _sync(file)
             entries[file.name] = {"size": file.stat().st_size, "sha256": sha256(file)}
     return entries
@@ -235,13 +238,16 @@ def displaced(parent: Path, names: str) -> list[Path]:
 
     `recover_after_kill` would rename them back. Code that only reads uses them where they are.
     """
-    return [path for path in sorted(parent.glob(f".before-{names}-{_HEX}"))
-            if not os.path.lexists(parent / original_name(path))]
+    paths = sorted(parent.glob(f".before-{names}-{_HEX}"))
+    return [path for path in paths if not os.path.lexists(parent / original_name(path))]
 
 
 def locate(folder: Path) -> Path:
     """`folder`, or its present path if it is `displaced`."""
-    return folder if os.path.lexists(folder) else next(iter(displaced(folder.parent, glob.escape(folder.name))), folder)
+    if os.path.lexists(folder):
+        return folder
+    paths = displaced(folder.parent, glob.escape(folder.name))
+    return paths[0] if paths else folder
 
 
 def original_name(folder: Path) -> str:
@@ -281,8 +287,9 @@ def read_manifest(folder: Path, kind: Kind = CHECKPOINT) -> dict[str, Any]:
     entries = manifest.get("files")
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise DamagedFolder(folder, f"{name} lists no files", kind)
-    if foreign := sorted(name for name in entries if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name)):
-        raise DamagedFolder(folder, f"{name} names {foreign[0]!r}, which is not a valid file name", kind)
+    for entry in sorted(entries):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", entry):
+            raise DamagedFolder(folder, f"{name} names {entry!r}, which is not a valid file name", kind)
     return manifest
 
 
@@ -299,11 +306,14 @@ def check_files(
     entries = manifest["files"]
     for name in sorted(required):
         require_named(folder, manifest, name, kind)
-    checked = sorted(entries.keys() if files is None else entries.keys() & files)
+    checked = sorted(entries)
+    if files is not None:
+        checked = [name for name in checked if name in files]
     check_sizes(folder, manifest, checked, kind)
     with ThreadPoolExecutor() as pool:  # hashing lets the others run
-        for name, found in zip(checked, pool.map(lambda name: _hash(folder, name, kind), checked), strict=True):
-            if found != entries[name].get("sha256"):
+        hashes = pool.map(lambda name: _hash(folder, name, kind), checked)
+        for name, digest in zip(checked, hashes, strict=True):
+            if digest != entries[name].get("sha256"):
                 raise DamagedFolder(folder, f"the SHA-256 of {name} differs from that in {kind.manifest}", kind)
 
 
@@ -320,10 +330,12 @@ def check_sizes(folder: Path, manifest: Mapping[str, Any], files: Iterable[str],
     `check_files`."""
     for name in files:
         file, entry = folder / name, manifest["files"][name]
+        if not os.path.lexists(file):
+            raise DamagedFolder(folder, f"{name} is missing", kind)
         if file.is_symlink() or not file.is_file():
-            damage = f"{name} is {'not a plain file' if os.path.lexists(file) else 'missing'}"
-            raise DamagedFolder(folder, damage, kind)
-        if (size := file.stat().st_size) != entry.get("size"):
+            raise DamagedFolder(folder, f"{name} is not a plain file", kind)
+        size = file.stat().st_size
+        if size != entry.get("size"):
             raise DamagedFolder(folder, f"{name} has {size} bytes, but {entry.get('size')} according to "
                                         f"{kind.manifest}", kind)
 

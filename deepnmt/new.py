@@ -80,12 +80,14 @@ _PADDING = 1.06  # a micro-batch's size over the tokens of its sentences' longer
 
 def table(hardware: Hardware) -> str:
     """The table for one kind of machine in Markdown, as docs/guide/new_recipe.md shows it."""
-    rows = [f"| {'more' if math.isinf(row.pairs) else f'{row.pairs:,}'} | {row.vocab:,} | "
-            f"`{row.block}` {row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | "
-            f"{row.dropout}, {row.rate:g}, {row.encoder_rate:g} | {row.tokens:,} | {row.epochs} |"
-            for row in TABLE[hardware]]
-    return "\n".join(["| pairs, up to | vocabulary | layers | dropout, peak rate, encoder's share | tokens | epochs |",
-                      "|---|---|---|---|---|---|", *rows])
+    lines = ["| pairs, up to | vocabulary | layers | dropout, peak rate, encoder's share | tokens | epochs |",
+             "|---|---|---|---|---|---|"]
+    for row in TABLE[hardware]:
+        pairs = "more" if math.isinf(row.pairs) else f"{row.pairs:,}"
+        lines.append(f"| {pairs} | {row.vocab:,} | "
+                     f"`{row.block}` {row.encoder}L-{row.decoder}L, d {row.width}, FFN {row.ffn} | "
+                     f"{row.dropout}, {row.rate:g}, {row.encoder_rate:g} | {row.tokens:,} | {row.epochs} |")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -118,11 +120,12 @@ class Survey:
 
 def survey(corpus: Corpus) -> Survey:
     """Reads the text once. Raises `UserError`: it cannot be read, or has no pair."""
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     alphabet: set[str] = set()
     sample: list[Pair] = []
-    pairs = empty = duplicates = identical = stride = 0
-    lengths = [0, 0]
+    stride = 1  # every so many pairs one goes into the sample
+    pairs = empty = duplicates = identical = 0
+    src_characters = trg_characters = 0
     with show_progress("{:,} pairs read", desc="reading", unit=" pairs") as progress:
         for number, (src, trg) in enumerate(read_pairs(corpus), 1):
             if not (src and trg):
@@ -130,20 +133,25 @@ def survey(corpus: Corpus) -> Survey:
                 continue
             pairs += 1
             digest = hashlib.blake2b(f"{src}\t{trg}".encode(), digest_size=8).digest()
-            duplicates += digest in seen
-            seen.add(digest)
-            identical += src == trg
-            lengths = [lengths[0] + len(src), lengths[1] + len(trg)]
+            if digest in digests:
+                duplicates += 1
+            digests.add(digest)
+            if src == trg:
+                identical += 1
+            src_characters += len(src)
+            trg_characters += len(trg)
             alphabet.update(src, trg)
-            if pairs % (1 << stride) == 0:
+            if pairs % stride == 0:
                 sample.append((src, trg))
                 if len(sample) == 2 * _SAMPLE:
-                    sample, stride = sample[1::2], stride + 1
+                    sample = sample[1::2]
+                    stride *= 2
             progress(number)
     if not pairs:
         raise UserError(f"{(corpus.tsv or corpus.src)[0]} has no pair with text on both sides; give two files with a "
                         "sentence and its translation in the same line")
-    return Survey(pairs, empty, duplicates, identical, (lengths[0] / pairs, lengths[1] / pairs), len(alphabet), sample)
+    characters = (src_characters / pairs, trg_characters / pairs)
+    return Survey(pairs, empty, duplicates, identical, characters, len(alphabet), sample)
 
 
 @dataclass(frozen=True)
@@ -171,14 +179,16 @@ def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
                 raise
             size = size * 3 // 4 // 50 * 50
     vocab = Vocabulary(model)
-    src = [len(ids) + 1 for ids in vocab.encode_batch([pair[0] for pair in sample])]
-    trg = [len(ids) + 1 for ids in vocab.encode_batch([pair[1] for pair in sample])]
-    sampler, some = SAMPLERS["bpe"](vocab, _ALPHA), random.Random(1).sample(sample, min(2000, len(sample)))
+    sources, targets = zip(*sample)
+    src = [len(ids) + 1 for ids in vocab.encode_batch(list(sources))]
+    trg = [len(ids) + 1 for ids in vocab.encode_batch(list(targets))]
+    sampler = SAMPLERS["bpe"](vocab, _ALPHA)
+    some = random.Random(1).sample(sample, min(2000, len(sample)))
     sampled = []
     for number, pair in enumerate(some):
         sampled.append(1 + max(map(len, sampler.sample_batch(list(pair), number))))
     longest = sorted(map(max, src, trg))
-    ratios = sorted((t - 10) / s for s, t in zip(src, trg, strict=True))
+    ratios = sorted([(t - 10) / s for s, t in zip(src, trg, strict=True)])
     rare = len(sample) * 999 // 1000
     return Lengths(size, sum(trg) / len(trg), sum(longest) / len(longest), sum(sampled) / len(sampled),
                    longest[min(rare, len(longest) - 1)], ratios[min(rare, len(ratios) - 1)])
@@ -194,12 +204,12 @@ def machine(wanted: Hardware | None) -> tuple[Hardware, str, str]:
         return "gpu", "bf16", "a GPU (--machine gpu)"
     if wanted is None and device.choose() == "cuda":
         gpu = torch.device("cuda")
-        memory = device.memory(gpu) / 2**30
-        return "gpu", "fp16" if device.emulates_bf16(gpu) else "bf16", (
-            f"{torch.cuda.get_device_name()} with {memory:.0f} GiB")
+        precision = "fp16" if device.emulates_bf16(gpu) else "bf16"
+        return "gpu", precision, f"{torch.cuda.get_device_name()} with {device.memory(gpu) / 2**30:.0f} GiB"
     precision = "bf16" if device.trains_faster_in_bf16() else "fp32"
-    cores = len(os.sched_getaffinity(0))
-    return "cpu", precision, f"{cores} CPU core{'s' if cores > 1 else ''}, faster in {precision}"
+    count = len(os.sched_getaffinity(0))
+    cores = f"{count} CPU cores" if count > 1 else f"{count} CPU core"
+    return "cpu", precision, f"{cores}, faster in {precision}"
 
 
 def new_recipe(
@@ -229,47 +239,55 @@ def new_recipe(
         raise UserError(f"{folder}, where the texts would go, exists already; give the recipe another name, or remove "
                         "the folder")
     kind, precision, words = machine(hardware)
-    seen = survey(corpus)
-    name, said = file.stem, [seen.text]
-    texts = {"train": corpus}
+    facts = survey(corpus)
+    report = [facts.text]
     if valid and test:
-        texts |= {"valid": valid, "test": test}
-        pairs = seen.pairs
+        texts = {"train": corpus, "valid": valid, "test": test}
+        pairs = facts.pairs
         held_out = "given"
     else:
-        shares = {part: max(1, min(50, round(1000 * wanted / seen.pairs)))
-                  for part, wanted in (("valid", _HELD_OUT // 2), ("test", _HELD_OUT))}
-        counts = split_corpus(corpus, folder, langs, shares["valid"], shares["test"])
-        texts = {part: Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
-                 for part in counts}
+        valid_share, test_share = _share(_HELD_OUT // 2, facts.pairs), _share(_HELD_OUT, facts.pairs)
+        counts = split_corpus(corpus, folder, langs, valid_share, test_share)
+        texts = {}
+        for part in counts:
+            texts[part] = Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
         pairs = counts["train"]
-        held_out = f"{shares['valid']} and {shares['test']} of 1,000 sentences, by a hash of the target sentence"
-        said.append(f"{folder}: " + ", ".join(f"{count:,} {part}" for part, count in counts.items()))
+        held_out = f"{valid_share} and {test_share} of 1,000 sentences, by a hash of the target sentence"
+        written = [f"{count:,} {part}" for part, count in counts.items()]
+        report.append(f"{folder}: {', '.join(written)}")
     row = next(row for row in TABLE[kind] if pairs <= row.pairs)
-    lengths = try_vocabulary(seen.sample, row.vocab)
-    text, numbers = _recipe(name, row, texts, langs, pairs, lengths, kind, precision, words, held_out, seen)
+    lengths = try_vocabulary(facts.sample, row.vocab)
+    text, numbers = _recipe(file.stem, row, texts, langs, pairs, lengths, kind, precision, words, held_out, facts)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
     load_recipe(file, [])
-    return "\n".join([*said, f"{file}: {numbers}; each line says why",
-                      f"next: deepnmt run {file} (prepares, trains, averages and evaluates it)"])
+    report += [f"{file}: {numbers}; each line says why",
+               f"next: deepnmt run {file} (prepares, trains, averages and evaluates it)"]
+    return "\n".join(report)
+
+
+def _share(wanted: int, pairs: int) -> int:
+    """Of 1,000 pairs, how many are held out to have so many in all."""
+    return max(1, min(50, round(1000 * wanted / pairs)))
 
 
 def _recipe(
     name: str, row: Choice, texts: dict[str, Corpus], langs: tuple[str, str], pairs: int, lengths: Lengths,
-    hardware: Hardware, precision: str, machine: str, held_out: str, seen: Survey,
+    hardware: Hardware, precision: str, machine: str, held_out: str, facts: Survey,
 ) -> tuple[str, str]:
     """The recipe, and what it does in a few words."""
     for variants, longer in ((16, lengths.sampled), (0, lengths.longer)):  # noqa: B007
         epoch = max(1, math.ceil(pairs * longer * _PADDING / row.tokens))
-        updates = math.ceil(min(max(row.epochs * epoch, row.updates[0]), row.updates[1]) / 100) * 100
+        fewest, most = row.updates
+        updates = math.ceil(min(max(row.epochs * epoch, fewest), most) / 100) * 100
         epochs = updates / epoch
         if epochs >= _VARIANTS_FROM:
             break
     longest = min(250, math.ceil(max(lengths.longest, 40) / 10) * 10)
+    max_length = 256 if longest > 120 else 128
     ratio = max(1.5, math.ceil(10 * lengths.ratio) / 10)
     size = f"for {pairs:,} pairs on a {hardware.upper()}, see docs/guide/new_recipe.md"
 
@@ -304,12 +322,14 @@ def _recipe(
     if precision != "fp32":
         engine = ["  ds_config: ds_configs/zero1.json # DeepSpeed; more processes need no other setting",
                   f"  precision: {precision} # {machine}"]
-    at_once = ["  batch_tokens: 65536 # a GPU wants many sentences at once"] if hardware == "gpu" else []
+    at_once = []
+    if hardware == "gpu":
+        at_once = ["  batch_tokens: 65536 # a GPU wants many sentences at once"]
 
     lines = [
         f"# yaml-language-server: $schema={SCHEMA}",
         f"# {langs[0]} to {langs[1]}, {row.encoder}L-{row.decoder}L, written by `deepnmt new` for {machine}.",
-        f"# The text: {seen.pairs:,} pairs, {seen.duplicates:,} repeated, {seen.identical:,} with equal sides.",
+        f"# The text: {facts.pairs:,} pairs, {facts.duplicates:,} repeated, {facts.identical:,} with equal sides.",
         "",
         f"run: runs/{name} # checkpoints, logs, scores",
         "",
@@ -341,7 +361,7 @@ def _recipe(
         f"  ffn: {row.ffn} # inner width of the feed-forward sub-layer, {row.ffn // row.width} times the width",
         f"  dropout: {row.dropout} # the smaller the text, the more",
         "  tied: all # one table for source, target and output, since the vocabulary is shared",
-        f"  max_length: {256 if longest > 120 else 128} # above filters.max_tokens",
+        f"  max_length: {max_length} # above filters.max_tokens",
         f"  encoder: {{block: {row.block}, layers: {row.encoder}}} # {BLOCKS[row.block].advice}",
         f"  decoder: {{block: {row.block}, layers: {row.decoder}}} # {decoder_why}",
         "",
@@ -374,12 +394,14 @@ def _recipe(
         "",
         "average_last: 8 # checkpoints whose average is scored",
     ]
-    return ("\n".join(map(_aligned, lines)) + "\n",
-            f"{row.encoder}L-{row.decoder}L of width {row.width}, {lengths.size:,} pieces, {updates:,} updates of up "
-            f"to {row.tokens:,} tokens ({epochs:.1f} epochs), for {machine}")
+    numbers = (f"{row.encoder}L-{row.decoder}L of width {row.width}, {lengths.size:,} pieces, {updates:,} updates of "
+               f"up to {row.tokens:,} tokens ({epochs:.1f} epochs), for {machine}")
+    return "\n".join(map(_aligned, lines)) + "\n", numbers
 
 
 def _aligned(line: str) -> str:
     """With its comment at column 35, if it has one."""
     setting, mark, why = line.partition(" # ")
-    return f"{setting:<33} # {why}" if mark and setting and not line.startswith("#") else line
+    if not (setting and mark) or line.startswith("#"):
+        return line
+    return f"{setting:<33} # {why}"

@@ -44,16 +44,20 @@ def picture(file: Path, title: str) -> str:
 def plotted(plot: Callable[[Path], None], title: str) -> str:
     """`picture` of what a function plots into a file."""
     with TemporaryDirectory() as folder:
-        plot(file := Path(folder) / "picture.png")
+        file = Path(folder) / "picture.png"
+        plot(file)
         return picture(file, title)
 
 
 def html_table(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
     """A table, the first of whose rows are headings; its cells are text. `numbers`: all but the first column."""
     kind = " class='number'" if numbers else ""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "".join(f"<{tag}{kind if number else ''}>{escape(cell)}</{tag}>" for number, cell in enumerate(cells))
-
-    return (f"<table><tr>{row(rows[0], 'th')}</tr>"
-            + "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows[1:]) + "</table>")
+    parts = []
+    tag = "th"
+    for first, *others in rows:
+        parts.append(f"<tr><{tag}>{escape(first)}</{tag}>")
+        for cell in others:
+            parts.append(f"<{tag}{kind}>{escape(cell)}</{tag}>")
+        parts.append("</tr>")
+        tag = "td"
+    return f"<table>{''.join(parts)}</table>"

@@ -64,8 +64,13 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
     def points(kind: str, key: str) -> list[tuple[int, float]]:
         """(update, value) of the records with a finite value; logs hold NaN and infinity as text."""
         kinds = (kind, "look") if kind == "valid" else (kind,)
-        values = [(int(r["update"]), float(r[key])) for r in records if r["type"] in kinds and r.get(key) is not None]
-        return [(update, value) for update, value in values if math.isfinite(value)]
+        values = []
+        for record in records:
+            if record["type"] in kinds and record.get(key) is not None:
+                value = float(record[key])
+                if math.isfinite(value):
+                    values.append((int(record["update"]), value))
+        return values
 
     # label of the y axis to the lines, by name
     lines = {
@@ -77,9 +82,12 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
                                "entropy of cross-attention": points("valid", "cross_attention_entropy")},
         "learning rate": {"": points("train", "learning_rate")},
     }
-    lines = {label: group for number, (label, group) in enumerate(lines.items()) if not number or any(group.values())}
-    quantities = [label.partition(",")[0] for label in lines]
-    title = " and ".join(filter(None, (", ".join(quantities[:-1]), quantities[-1])))
+    _, *others = lines  # the loss stays, if only as empty axes
+    for label in others:
+        if not any(lines[label].values()):
+            del lines[label]
+    *first, last = [label.partition(",")[0] for label in lines]
+    title = f"{', '.join(first)} and {last}" if first else last
     figure, column = panels([""] * len(lines), "update", list(lines), f"Run {run}: {title} over its updates",
                             heights=[2.6, *[1.6] * (len(lines) - 1)], share=False)
     for axes, group in zip(column, lines.values(), strict=True):
@@ -105,9 +113,10 @@ def style(number: int, points: int = 0) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number % len(DASHES)]}
     if points:
-        step = max(1, points // _MARKERS_OF_MANY) if points > _FEW_POINTS else 1
-        settings |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 3.5 if points <= _FEW_POINTS else 4.5,
-                     "markevery": (number % step, step)}
+        step, size = 1, 3.5
+        if points > _FEW_POINTS:
+            step, size = max(1, points // _MARKERS_OF_MANY), 4.5
+        settings |= {"marker": MARKERS[number % len(MARKERS)], "markersize": size, "markevery": (number % step, step)}
     return settings
 
 
@@ -130,13 +139,18 @@ def panels(
     if len(titles) == 1 and not title:
         titles, title = [""], titles[0]
     rows = math.ceil(len(titles) / columns)
-    heights = heights or [HEIGHT if rows == 1 else 0.8 * HEIGHT] * rows
+    if not heights:
+        heights = [HEIGHT] if rows == 1 else [0.8 * HEIGHT] * rows
     figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharey=share, squeeze=False, height_ratios=heights).flatten())
     for axes in grid[len(titles):]:
         axes.set_visible(False)
-    labels = [ylabel] * len(titles) if isinstance(ylabel, str) else ylabel
-    common_label = ylabel if isinstance(ylabel, str) and rows > 1 else ""
+    common_label = ""
+    labels = ylabel
+    if isinstance(ylabel, str):
+        labels = [ylabel] * len(titles)
+        if rows > 1:
+            common_label = ylabel
     for number, (axes, panel_title, label) in enumerate(zip(grid, titles, labels, strict=False)):
         lowest = number + columns >= len(titles)  # of its column
         style_axes(axes, xlabel if lowest else "", "" if common_label or number % columns else label)

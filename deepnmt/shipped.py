@@ -19,14 +19,16 @@ def find_shipped(path: str | Path) -> Path:
 
     `recipes/demo/admin_18l-18l.yaml` and `demo/admin_18l-18l` are the same recipe. The result need not exist.
     """
-    places = (Path(path), _HOME / path, _HOME / "recipes" / f"{path}.yaml")
-    return next((place for place in places if place.exists()), places[0])
+    for place in (Path(path), _HOME / path, _HOME / "recipes" / f"{path}.yaml"):
+        if place.exists():
+            return place
+    return Path(path)
 
 
 def task_of(recipe: str) -> str:
     """The task that the text of a recipe names."""
-    found = re.search(r"^task: *(\w+)", recipe, flags=re.MULTILINE)
-    return found[1] if found else "translation"
+    match = re.search(r"^task: *(\w+)", recipe, flags=re.MULTILINE)
+    return match[1] if match else "translation"
 
 
 def schema_of(task: str) -> Path:
@@ -44,6 +46,9 @@ def tasks_of_recipes() -> dict[str, str]:
 def shipped_recipes() -> dict[str, str]:
     """The names of all recipes, such as `demo/admin_18l-18l`, each with the first line of its comment."""
     home = _HOME / "recipes"
-    files = (file for folder in sorted(home.iterdir()) if folder.is_dir() for file in sorted(folder.glob("*.yaml")))
-    return {str(file.relative_to(home).with_suffix("")): file.read_text(encoding="utf-8").splitlines()[0].strip("# ")
-            for file in files}
+    recipes = {}
+    for folder in sorted(home.iterdir()):
+        for file in sorted(folder.glob("*.yaml")):
+            first, *_ = file.read_text(encoding="utf-8").splitlines()
+            recipes[f"{folder.name}/{file.stem}"] = first.strip("# ")
+    return recipes

@@ -50,29 +50,39 @@ def run_steps(
         raise UserError(f"data.translated_by goes round in a circle, {' -> '.join((*asking, file))}; let one of these "
                         "recipes do without the other's translations")
     wanted = []
-    for text in corpora(recipe).values() if isinstance(recipe.data, Data) else ():  # other tasks' have no translations
-        for corpus in corpora_of(text).values():
-            if by := corpus.translated_by:
-                wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus), *_metrics(recipe)])))
+    if isinstance(recipe.data, Data):  # other tasks' have no translations
+        for text in corpora(recipe).values():
+            for corpus in corpora_of(text).values():
+                by = corpus.translated_by
+                if by:
+                    wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus), *_metrics(recipe)])))
     jobs = []
     for corpus, maker in wanted:  # all faults come first
         jobs += _missing(recipe, corpus, maker)
-    for by in dict.fromkeys(str(corpus.translated_by) for corpus, *_ in jobs):
-        if not Path(by).is_dir() and (code := run_steps(by, load_recipe(by), (), start, (*asking, file))):
-            return code
-    for corpus, maker, source, reference, made in jobs:
-        before = find("steps", "before_search")
-        for words in before(maker) if before else ():
-            if code := start(words):
+    makers = [str(corpus.translated_by) for corpus, *_ in jobs]
+    for by in dict.fromkeys(makers):
+        if not Path(by).is_dir():
+            code = run_steps(by, load_recipe(by), (), start, (*asking, file))
+            if code:
                 return code
+    before = find("steps", "before_search")
+    for corpus, maker, source, reference, made in jobs:
+        if before:
+            for words in before(maker):
+                code = start(words)
+                if code:
+                    return code
         made.parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(made), _origin(corpus, source))
         references = ["--references", reference] if reference else []
-        if code := start(["translate", maker.run, "--input", source, "--output", str(made), *references,
-                          *_search(corpus), *_metrics(recipe)]):
+        code = start(["translate", maker.run, "--input", source, "--output", str(made), *references,
+                      *_search(corpus), *_metrics(recipe)])
+        if code:
             return code
-    for words in (["prepare", file, *overrides], ["train", file, *overrides], ["average", recipe.run],
-                  *([["evaluate", recipe.run, *_metrics(recipe)]] if getattr(recipe.data, "test", None) else [])):
+    commands = [["prepare", file, *overrides], ["train", file, *overrides], ["average", recipe.run]]
+    if getattr(recipe.data, "test", None):
+        commands.append(["evaluate", recipe.run, *_metrics(recipe)])
+    for words in commands:
         code = start(words)
         if not code and words[0] == "train":  # not every launcher hands on that training was stopped
             code = run_status(Path(recipe.run)).code
@@ -93,8 +103,8 @@ def _search(corpus: Corpus) -> list[str]:
 
 def _metrics(recipe: Recipe) -> list[str]:
     """The recipe's metrics for another command; its user has named their commands."""
-    named = {name: metric.model_dump() for name, metric in recipe.metrics.items() if is_named(metric.command)}
-    return [f"metrics={json.dumps(named)}"] if named else []
+    metrics = {name: metric.model_dump() for name, metric in recipe.metrics.items() if is_named(metric.command)}
+    return [f"metrics={json.dumps(metrics)}"] if metrics else []
 
 
 def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus, Recipe, str, str, Path]]:
@@ -104,11 +114,14 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
     Raises:
         UserError: it translates between other languages; a file was translated otherwise.
     """
-    ours, theirs = ((of.data.src_lang, of.data.trg_lang) for of in (recipe, maker))
+    ours = (recipe.data.src_lang, recipe.data.trg_lang)
+    theirs = (maker.data.src_lang, maker.data.trg_lang)
     if sorted(ours) != sorted(theirs):
         raise UserError(f"{corpus.translated_by} (data.translated_by) translates {theirs[0]} to {theirs[1]}, but the "
                         f"recipe is for {ours[0]} and {ours[1]}; name a model of these, in either direction")
-    sources, files = (corpus.src, corpus.trg) if ours == theirs else (corpus.trg, corpus.src)
+    sources, files = corpus.src, corpus.trg
+    if ours != theirs:  # the other direction
+        sources, files = files, sources
     jobs = []
     references = corpus.references or [""] * len(files)
     for source, reference, made in zip(sources, references, map(Path, files), strict=True):
@@ -138,9 +151,10 @@ def starter(launcher: str | None) -> Start:
     """Runs each command in a process of its own; those that take several, with `launcher`, which ends in deepnmt."""
 
     def start(words: list[str]) -> int:
-        alone = launcher is None or words[0] in ("prepare", "average")
-        print_status(f"$ {'deepnmt' if alone else launcher} {shlex.join(words)}")
-        command = [sys.executable, str(_MAIN)] if alone else shlex.split(str(launcher))
+        program, command = "deepnmt", [sys.executable, str(_MAIN)]
+        if launcher is not None and words[0] not in ("prepare", "average"):
+            program, command = launcher, shlex.split(launcher)
+        print_status(f"$ {program} {shlex.join(words)}")
         with subprocess.Popen([*command, *words]) as process:
             # so that training saves: subprocess.run would kill it
             before = {number: signal.signal(number, lambda n, _: process.send_signal(n)) for number in _SIGNALS}

@@ -50,7 +50,10 @@ def task_modules(kind: str) -> list[ModuleType]:
 
 def task_module(name: str, kind: str) -> ModuleType | None:
     """The module `kind` of a task; None if there is none."""
-    return next((module for module in task_modules(kind) if module.__name__.split(".")[-2] == name), None)
+    for module in task_modules(kind):
+        if module.__name__.split(".")[-2] == name:
+            return module
+    return None
 
 
 def task_lines() -> dict[str, str]:
