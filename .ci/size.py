@@ -17,10 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "deepnmt/checkpoint": 8_650, "deepnmt/commands": 3_900, "deepnmt/config": 18_150, "deepnmt/data": 33_700,
-    "deepnmt/decode": 17_050, "deepnmt/evaluate": 8_900, "deepnmt/model": 28_300, "deepnmt/optim": 3_200,
-    "deepnmt/parallel": 13_800, "deepnmt/processes": 10_300, "deepnmt/training": 17_550,
+    "deepnmt/decode": 17_200, "deepnmt/evaluate": 9_050, "deepnmt/model": 28_300, "deepnmt/optim": 3_200,
+    "deepnmt/parallel": 14_050, "deepnmt/processes": 10_300, "deepnmt/training": 17_550,
     "deepnmt/tasks": 32_100,
-    "deepnmt": 16_950,  # its own files, not those of the rooms
+    "deepnmt": 17_050,  # its own files, not those of the rooms
     "deepnmt/extras": 89_500, "studies": 60_000, "tests": 367_500,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -106,10 +106,13 @@ class Journal:
                 earlier: dict[str, Any] = json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
         for name in {**earlier, **facts}:
             then, now = earlier.get(name), facts.get(name)
-            if then != now:
-                what = "by another model" if name == "model" else f"with {name} {then}, but now it is {now}"
-                raise UserError(f"{self.folder} was begun {what}; give the command that it was begun with, or delete "
-                                "the folder to have all translated anew")
+            if then == now:
+                continue
+            what = f"with {name} {then}, but now it is {now}"
+            if name == "model":
+                what = "by another model"
+            raise UserError(f"{self.folder} was begun {what}; give the command that it was begun with, or delete the "
+                            "folder to have all translated anew")
 
     def _done(self) -> dict[int, list[Path]]:
         """The files of each chunk that is done, one for each output."""

@@ -328,7 +328,9 @@ def beam_search(
     """
     device = limits.device
     counts = torch.zeros(len(limits), dtype=torch.int64, device=device)  # of hypotheses that ended among the K best
-    most = math.inf if patience is None else math.ceil(min(patience * beams, 2**53))
+    most = math.inf
+    if patience is not None:
+        most = math.ceil(min(patience * beams, 2**53))
     divisors = [penalty.divisor(limit) for limit in limits.tolist()]
     last_divisors = torch.tensor(divisors, device=device)
     apart = indices([EOS, *rules.never], device)

@@ -337,8 +337,12 @@ def translate_shards(
         return records
 
     empty = itertools.repeat("")
-    begins_of_all = empty if prefixes is None else prefixes
-    known_of_all = empty if references is None else references
+    begins_of_all: Iterable[str] = empty
+    known_of_all: Iterable[str] = empty
+    if prefixes is not None:
+        begins_of_all = prefixes
+    if references is not None:
+        known_of_all = references
     items = zip(lines, begins_of_all, known_of_all)
     for best in share(items, lambda item: len(item[0]), work, ranks, progress, start):
         yield [Hypothesis(*h) for h in best]
@@ -461,7 +465,9 @@ def _encode(
     """The lines that are not empty; a line of tags alone is."""
     src_vocab, trg_vocab = vocabs
     limit, most_read = max_length(model), longest_source(model)
-    setting = "model.max_length" if most_read == limit else "half of model.max_length"
+    setting = "model.max_length"
+    if most_read < limit:
+        setting = "half of model.max_length"
     lines: list[_Line] = []
     for index, (text, begin, number) in enumerate(zip(texts, begins, numbers, strict=True)):
         source = cut(src_vocab.encode(text.strip()), most_read, f"line {number}", "translated", warn, setting)

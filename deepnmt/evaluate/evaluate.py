@@ -173,8 +173,8 @@ def _translate_sets(
     models = load_models(folders, recipe.translate, ranks, expected, alone=True)
     if ranks.first:
         what = "running average of the weights" if has_average(models.members[0].folder) else "model"
-        folders_of_all = [str(member.folder) for member in models.members]
-        print_status(f"scoring the {what} of {', '.join(folders_of_all)}")
+        paths = [str(member.folder) for member in models.members]
+        print_status(f"scoring the {what} of {', '.join(paths)}")
     translations = []
     for test in sets:
         total = len(test.sources)

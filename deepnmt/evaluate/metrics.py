@@ -247,8 +247,10 @@ def score_systems(
 
 def steps_of_scoring(systems: int, sets: int, metrics: int) -> int:
     """How many texts `score_systems` scores, each once and, if there are several systems, once more to compare them."""
-    once = systems * sets * metrics
-    return 2 * once if systems > 1 else once
+    steps = systems * sets * metrics
+    if systems > 1:
+        steps *= 2
+    return steps
 
 
 def score_lines(

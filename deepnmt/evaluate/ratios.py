@@ -42,7 +42,8 @@ class RatioMetric(Metric):
 
     def _compute_score_from_stats(self, stats: list[float]) -> Score:
         above, below = stats
-        return Score(METRICS[self.kind].line, 100.0 * above / below if below else 0.0)
+        score = 100.0 * above / below if below else 0.0
+        return Score(METRICS[self.kind].line, score)
 
     def _preprocess_segment(self, sent: str) -> str:
         return sent
@@ -80,10 +81,12 @@ class Rouge(RatioMetric):
         if lang in UNSPACED:
             raise UserError(f"ROUGE counts words, but data.trg_lang is {lang}, which has no spaces between them; take "
                             "another metric, such as chrf")
-        english = lang == "en"
-        super().__init__(kind, stem="porter" if english else "no", tok="rouge-score" if english else "unicode",
-                         version=version("rouge-score"))
-        self._scorer = RougeScorer([kind], use_stemmer=english, tokenizer=None if english else UnicodeWords())
+        if lang == "en":
+            super().__init__(kind, stem="porter", tok="rouge-score", version=version("rouge-score"))
+            self._scorer = RougeScorer([kind], use_stemmer=True)
+        else:
+            super().__init__(kind, stem="no", tok="unicode", version=version("rouge-score"))
+            self._scorer = RougeScorer([kind], tokenizer=UnicodeWords())
 
     def _compute_segment_statistics(self, hypothesis: str, ref_kwargs: dict[str, Any]) -> list[float]:
         best = self._scorer.score_multi(ref_kwargs["references"], hypothesis)[self.kind]
@@ -108,9 +111,12 @@ class ErrorRate(RatioMetric):
 
 def edits(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
     """The least number of insertions, deletions and substitutions between two sequences (Levenshtein 1966)."""
-    row = list(range(len(other) + 1))
+    row = list(range(len(other) + 1))  # from what of `one` was read so far to each beginning of `other`
     for i, mine in enumerate(one, start=1):
-        corner, row[0] = row[0], i
+        last, row = row, [i]
         for j, theirs in enumerate(other, start=1):
-            corner, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, corner + (mine != theirs))
+            if mine == theirs:
+                row.append(last[j - 1])
+            else:
+                row.append(1 + min(last[j], row[j - 1], last[j - 1]))
     return row[-1]

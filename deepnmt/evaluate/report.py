@@ -141,12 +141,16 @@ def _facts(runs: Sequence[Evaluated], labels: Sequence[str]) -> str:
         if "checkpoint" in scores:  # none if ready translations were scored
             search = scores["translate"]
             facts["checkpoint"] = f"{scores['checkpoint']}, update {scores['update']:,}"
-            facts["averaged updates"] = ", ".join(f"{update:,}" for update in scores["averaged_updates"]) or "none"
+            updates = [f"{update:,}" for update in scores["averaged_updates"]]
+            facts["averaged updates"] = ", ".join(updates) or "none"
             facts["search"] = f"{search['method']}, beam {search['beam']}, length penalty {search['length_penalty']}"
         columns.append(facts)
     rows = [["", *labels]]
     for fact in max(columns, key=len):
-        rows.append([fact, *(column.get(fact, "not told") for column in columns)])
+        row = [fact]
+        for column in columns:
+            row.append(column.get(fact, "not told"))
+        rows.append(row)
     return html_table(rows, numbers=False)
 
 
@@ -184,7 +188,9 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
         metrics = [metric for metric in metrics if metric in run.scores["sets"][names[0]]]
     for metric in metrics:
         line = METRICS[metric].line
-        head = f"{line} (lower is better)" if METRICS[metric].lower_is_better else line
+        head = line
+        if METRICS[metric].lower_is_better:
+            head += " (lower is better)"
         rows = [[head, *names]]
         signatures = []  # different ones
         for run, label in zip(runs, labels, strict=True):

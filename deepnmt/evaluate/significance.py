@@ -55,7 +55,11 @@ def difference(one: Statistics, other: Statistics, score: ScoreOf, trials: int =
     """
     value = score(one.sum(0)) - score(other.sum(0))
     gains = shuffled_gains([(one, other)], score, trials, seed)
-    return Difference(value, (1 + sum(abs(gain) >= abs(value) - _TIE for gain in gains)) / (trials + 1))
+    as_large = 1  # what was measured is one more
+    for gain in gains:
+        if abs(gain) >= abs(value) - _TIE:
+            as_large += 1
+    return Difference(value, as_large / (trials + 1))
 
 
 def shuffled_gains(
@@ -63,13 +67,15 @@ def shuffled_gains(
 ) -> list[float]:
     """How far the first of each pair is ahead when translations change places at random, the mean over the pairs: one
     number a trial. In a trial all pairs change the same sentences."""
-    draw, gains = np.random.default_rng(seed), list[float]()
+    draw = np.random.default_rng(seed)
+    gains: list[float] = []
     while len(gains) < trials:
         count = min(_AT_ONCE, trials - len(gains))
         stay = draw.integers(0, 2, (count, len(pairs[0][0]))).astype(np.float64)  # [R, N]
         by_pair = []
         for one, other in pairs:
-            first, second = stay @ (one - other) + other.sum(0), stay @ (other - one) + one.sum(0)
+            first = stay @ (one - other) + other.sum(0)
+            second = stay @ (other - one) + one.sum(0)
             by_pair.append([score(a) - score(b) for a, b in zip(first, second, strict=True)])
         gains += np.mean(by_pair, axis=0).tolist()
     return gains
