@@ -156,8 +156,8 @@ def best_extensions(
         own = None if norms is None else norms[start : start + len(group)]
         parts.append(_best_extensions(group.float(), count, apart, own))
         start += len(group)
-    values, tokens, ends = zip(*parts, strict=True)
-    return torch.cat(values), torch.cat(tokens), torch.cat(ends)
+    values, tokens, ends = (torch.cat(column) for column in zip(*parts, strict=True))
+    return values, tokens, ends
 
 
 def _best_extensions(

@@ -435,24 +435,24 @@ def translate_lines(
                 if settings.method == "mbr" or settings.choose == "mbr":
                     values = expected_chrf([h.text for h in hypotheses])
                 elif settings.choose == "chrf" and known:
-                    values = [chrf(h.text, known[line.index]) for h in hypotheses]
+                    values = [chrf(h.text, known[line.place]) for h in hypotheses]
                 if values is not None:
                     chosen = _best(hypotheses, values, count)
                     candidates = [candidates[k] for k in chosen]
                     hypotheses = [replace(hypotheses[k], score=values[k]) for k in chosen]
                 if aligned:
                     hypotheses = _aligned(model, layer, line.source, candidates, hypotheses, vocabs)
-                results[line.index] = hypotheses
+                results[line.place] = hypotheses
             done += len(batch)
             progress(done)
     return results if judge is None else _judged(texts, results, known, judge, count)
 
 
 class _Line(NamedTuple):
-    """A line to translate: its index among the texts of a call, its number, the token ids of the source with eos, and
+    """A line to translate: its place among the texts of a call, its number, the token ids of the source with eos, and
     those that its translation begins with."""
 
-    index: int
+    place: int
     number: int
     source: list[int]
     given: list[int]
@@ -469,14 +469,14 @@ def _encode(
     if most_read < limit:
         setting = "half of model.max_length"
     lines: list[_Line] = []
-    for index, (text, begin, number) in enumerate(zip(texts, begins, numbers, strict=True)):
+    for place, (text, begin, number) in enumerate(zip(texts, begins, numbers, strict=True)):
         source = cut(src_vocab.encode(text.strip()), most_read, f"line {number}", "translated", warn, setting)
         given = []
         if begin:
             given = cut(trg_vocab.encode(begin.strip()), limit, f"the prefix of line {number}", "used", warn)
         _, words = src_vocab.split_tags(text.strip())
         if source and words:
-            lines.append(_Line(index, number, [*source, EOS], given))
+            lines.append(_Line(place, number, [*source, EOS], given))
     return lines
 
 
