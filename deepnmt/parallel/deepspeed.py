@@ -55,10 +55,9 @@ if get_accelerator().device_name() == "cpu":
 # Every engine of DeepSpeed imports DeepSpeed's Muon, which has a function compiled: a second of every start for
 # PyTorch's compiler. deepnmt has a Muon of its own (`optim/optimizers.py`), so that one stays as it is written.
 _compile, torch.compile = torch.compile, lambda function, **_: function  # type: ignore[assignment]
-try:
-    import deepspeed.runtime.zero.muon.original_muon
-finally:
-    torch.compile = _compile
+import deepspeed.runtime.zero.muon.original_muon  # noqa: E402
+
+torch.compile = _compile
 
 
 def link_moments(optimizer: Any) -> None:
