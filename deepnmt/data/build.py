@@ -98,10 +98,14 @@ def say_what_is_learned(vocab: Vocab, count: int, lines: int) -> None:
     """Says from how many pairs of a text a vocabulary will be trained, and how long that takes."""
     rate = LEARNED.get(vocab.kind, math.inf)
     seconds = 2 * count / rate  # two sides, of one vocabulary or of two
-    sample = f" on {count:,} of {lines:,} pairs (vocab.max_sentences)" if count < lines else ""
-    minutes = f", some {round(seconds / 60)} min" if seconds >= 30 else ""
-    print_status(f"training the vocabulary of {vocab.size} {vocab.kind} pieces{'' if vocab.shared else ' a side'}"
-                 f"{sample}{minutes}")
+    text = f"training the vocabulary of {vocab.size} {vocab.kind} pieces"
+    if not vocab.shared:
+        text += " a side"
+    if count < lines:
+        text += f" on {count:,} of {lines:,} pairs (vocab.max_sentences)"
+    if seconds >= 30:
+        text += f", some {round(seconds / 60)} min"
+    print_status(text)
 
 
 def rules_of(recipe: Recipe, corpus: Corpus, scored: Collection[str]) -> Rules:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from deepnmt.config import Filters
 from deepnmt.data.arrays import Tokens
 from deepnmt.data.filters import KEPT, Codes, filter_by_length
-from deepnmt.data.subwords import SAMPLERS
+from deepnmt.data.subwords import SAMPLERS, Sampler
 from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -78,7 +78,9 @@ class Encoder:
     def __init__(self, job: EncodingJob) -> None:
         self._job = job
         self._vocabs = [Vocabulary(job.src_model), Vocabulary(job.trg_model)]
-        self._samplers = [SAMPLERS[job.kind](vocab, job.alpha) for vocab in self._vocabs] if job.variants else []
+        self._samplers: list[Sampler] = []
+        if job.variants:
+            self._samplers = [SAMPLERS[job.kind](vocab, job.alpha) for vocab in self._vocabs]
 
     def __call__(self, number: int, pairs: list[Pair]) -> Chunk:
         """Encodes chunk `number`. A sampled segmentation that is too long is replaced by the plain one."""

@@ -221,8 +221,8 @@ def filter_corpora(corpora: Iterable[tuple[Rules, Iterable[Row]]]) -> tuple[Code
         repeated = chosen[_repeated(np.concatenate([part.hashes for part in parts]))]
         result[repeated] = code_of("duplicate")
     if rules[0].near:
-        cleaned = np.concatenate([np.full(len(part.codes), rule.clean.drop_near_duplicates)
-                                  for part, rule in zip(parts, rules)])
+        near = [rule.clean.drop_near_duplicates for rule in rules]
+        cleaned = np.repeat(near, [len(part.codes) for part in parts])
         repeated = chosen[_repeated(np.concatenate([part.near for part in parts]))]
         result[repeated[cleaned[repeated] & (result[repeated] == KEPT)]] = code_of(NEAR)
     return result, [part.overlap for part in parts]
@@ -252,9 +252,13 @@ def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
         for row, (pair, code) in enumerate(zip(chunk, chunk_codes)):
             if code == code_of("overlap") and not rules.filters.drop_overlap:
                 code = KEPT
-            if code == KEPT:
-                code = next((number for number, leaves_out in cleaning if leaves_out(*pair, clean)), KEPT)
             chunk_codes[row] = code
+            if code != KEPT:
+                continue
+            for reason, leaves_out in cleaning:
+                if leaves_out(*pair, clean):
+                    chunk_codes[row] = reason
+                    break
         rest = [row for row, code in enumerate(chunk_codes) if code == KEPT]
         if clean.language_id is not None and rest:
             foreign = _of_other_languages([chunk[row][:2] for row in rest], rules)
@@ -275,7 +279,9 @@ def _code_of_pair(src: str, trg: str, rules: Rules) -> int:
     for reason, leaves_out in TEXT_FILTERS.items():
         if leaves_out(src, trg, rules.filters):
             return code_of(reason)
-    return code_of("overlap") if rules.scored and (src in rules.scored or trg in rules.scored) else KEPT
+    if src in rules.scored or trg in rules.scored:
+        return code_of("overlap")
+    return KEPT
 
 
 def filter_by_length(src: npt.NDArray[np.int64], trg: npt.NDArray[np.int64], filters: Filters) -> Codes:

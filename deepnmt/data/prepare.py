@@ -325,11 +325,16 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     """The vocabulary, or that of the source and that of the target. They are trained on the pairs that were kept, or on
     a random sample of them."""
     vocab = recipe.vocab
-    most = max(1, vocab.max_sentences // 2 if vocab.shared else vocab.max_sentences)
+    most = vocab.max_sentences
+    if vocab.shared:
+        most = max(1, most // 2)
     rows = np.flatnonzero(codes == KEPT)
+    sample = rows
+    if len(rows) > most:
+        sample = rows[random_order(len(rows), SEED)[:most]]
     chosen = np.zeros(len(codes), dtype=bool)
-    chosen[rows if len(rows) <= most else rows[random_order(len(rows), SEED)[:most]]] = True
-    say_what_is_learned(vocab, min(len(rows), most), len(rows))
+    chosen[sample] = True
+    say_what_is_learned(vocab, len(sample), len(rows))
 
     def text(*sides: int) -> Iterator[str]:
         with show_pairs("vocabulary: reading", len(chosen)) as progress:

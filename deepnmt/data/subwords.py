@@ -142,13 +142,17 @@ class UnigramSampling(Sampler):
             scores = {}
             for start in range(max(0, end - self._longest), end):
                 piece = self._pieces.get(word[start:end])
-                if piece or start == end - 1:
-                    scores[start] = forward[start] + self._alpha * (piece.score if piece else self._unknown)
+                if piece:
+                    scores[start] = forward[start] + self._alpha * piece.score
+                elif start == end - 1:
+                    scores[start] = forward[start] + self._alpha * self._unknown
             highest = max(scores.values())
             total = highest + math.log(sum(math.exp(score - highest) for score in scores.values()))
             forward.append(total)
-            lattice.append([(start, self._vocab.ids(word[start:end]), math.exp(score - total))
-                            for start, score in scores.items()])
+            ways = []
+            for start, score in scores.items():
+                ways.append((start, self._vocab.ids(word[start:end]), math.exp(score - total)))
+            lattice.append(ways)
         return lattice
 
 

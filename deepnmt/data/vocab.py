@@ -195,8 +195,9 @@ class Vocabulary:
         """`encode` for many texts at once, on one thread."""
         if not self.tags:
             return self._processor.encode(texts, num_threads=1)
-        tags, rest = zip(*map(self.split_tags, texts)) if texts else ((), ())
-        return [[*some, *ids] for some, ids in zip(tags, self._processor.encode(list(rest), num_threads=1))]
+        tags_and_rest = [self.split_tags(text) for text in texts]
+        encoded = self._processor.encode([rest for _, rest in tags_and_rest], num_threads=1)
+        return [[*tags, *ids] for (tags, _), ids in zip(tags_and_rest, encoded, strict=True)]
 
     @cached_property
     def begins_word(self) -> list[bool]:

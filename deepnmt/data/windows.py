@@ -78,7 +78,8 @@ class Windows:
         ranges: list[Range] = []
         windows = self.windows(epoch)
         for corpus, (begin, count) in enumerate(zip(self._due.starts(epoch), self._due.counts(epoch), strict=True)):
-            start, stop = (begin + count * end // windows for end in (number, number + 1))
+            start = begin + count * number // windows
+            stop = begin + count * (number + 1) // windows
             ranges += self._between(corpus, start, stop)
         joined: list[Range] = []
         for part in sorted(ranges):
