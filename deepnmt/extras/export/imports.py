@@ -414,8 +414,10 @@ def _output(weights: dict[str, Tensor], name: str) -> Tensor:
 def _weights(file: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises `UserError` if it holds anything else."""
     weights = _read(file, lambda: load(file))
-    if not isinstance(weights, dict) or not weights or not all(
-            isinstance(name, str) and _is_weight(tensor) for name, tensor in weights.items()):
+    whole = isinstance(weights, dict) and bool(weights)
+    if whole:
+        whole = all(isinstance(name, str) and _is_weight(tensor) for name, tensor in weights.items())
+    if not whole:
         raise UserError(f"{file} does not hold a model's weights: tensors of floating-point numbers by their names; "
                         "give the whole folder of the model")
     return weights
@@ -462,9 +464,11 @@ def _json(file: Path, kind: Any) -> Any:
 
 def _refuse(file: Path, error: ValidationError) -> Any:
     first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    raise UserError(f"{file} is not of a model that deepnmt reads: {where + ': ' if where else ''}{first['msg']}; give "
-                    "the whole folder of the model") from None
+    fault = first["msg"]
+    if first["loc"]:
+        fault = f"{'.'.join(map(str, first['loc']))}: {fault}"
+    raise UserError(f"{file} is not of a model that deepnmt reads: {fault}; give the whole folder of the model"
+                    ) from None
 
 
 def _read(file: Path, read: Callable[[], Any]) -> Any:

@@ -100,7 +100,9 @@ class Plain:
     def table(self, side: Side) -> Values:
         """The embedding table [V, D] of a stack's input."""
         table = self._table("src" if side == "encoder" else "trg") * self._gain(side)
-        return table if self.scaled(side) else self._write(side, math.sqrt(table.shape[1]) * table.T).T
+        if self.scaled(side):
+            return table
+        return self._write(side, math.sqrt(table.shape[1]) * table.T).T
 
     def positions(self, side: Side, rows: int) -> Values:
         """The position table [rows, D]; sinusoids have values for positions beyond `model.max_length`, too."""
@@ -123,8 +125,9 @@ class Plain:
             position = LayerPosition.of(self.model, side, int(layer[1]))
             factor = position.block.norm_factor(position)
         weight = factor * self._get(f"{name}.weight")
-        bias = np.zeros_like(weight) if not NORMS[self.model.norm].centres else factor * self._get(f"{name}.bias")
-        return weight, bias
+        if not NORMS[self.model.norm].centres:
+            return weight, np.zeros_like(weight)
+        return weight, factor * self._get(f"{name}.bias")
 
     def linear(self, name: str) -> Pair:
         """W and b of a linear map of a layer, by the name of the latter as in `encoder.layers.3.ffn.fc1`."""
@@ -136,12 +139,14 @@ class Plain:
         elif matrix in ("qkv", "q", "fc1"):
             weight = self._read(side, weight)
         if matrix in ("qkv", "q", "kv"):
-            parts, extra = {"qkv": 3, "q": 1, "kv": 2}[matrix], self._extra(side)
-            weight, bias = (np.concatenate([np.pad(part, [(0, extra)] + [(0, 0)] * (part.ndim - 1))
-                                            for part in np.split(values, parts)]) for values in (weight, bias))
+            extra = self._extra(side)
+            weight = _with_rows(weight, len(matrix), extra)  # a matrix a letter
+            bias = _with_rows(bias, len(matrix), extra)
         if matrix == "out":
             weight = self._read(side, weight)
-        return (self._write(side, weight), self._write(side, bias)) if matrix in ("out", "fc2") else (weight, bias)
+        if matrix in ("out", "fc2"):
+            return self._write(side, weight), self._write(side, bias)
+        return weight, bias
 
     def output(self) -> Pair:
         """The projection [V, D] to the logits and its bias [V], which bars pad."""
@@ -178,7 +183,8 @@ class Plain:
         read, written, shift = 1.0, 1.0, self._scalar(f"{name}.shift", 0.0)
         if matrix in ("out", "fc2"):
             written = self._scalar(f"{layer}.rule.a", 1.0) * self._scalar(f"{layer}.rule.scales.{branch}", 1.0)
-            shift += self._scalar(f"{layer}.ffn.fc2_shift", 0.0) if matrix == "fc2" else 0.0
+            if matrix == "fc2":
+                shift += self._scalar(f"{layer}.ffn.fc2_shift", 0.0)
         elif matrix == "kv":
             read = self._scalar("encoder.norm.scale", 1.0)
             shift += read * self._scalar("encoder.norm.shift", 0.0)
@@ -203,3 +209,11 @@ class Plain:
     def _get(self, name: str) -> Values:
         self.used.add(name)
         return self.weights[name].double().numpy()
+
+
+def _with_rows(values: Values, parts: int, count: int) -> Values:
+    """So many equal parts of an array, each with `count` rows of zeros behind it."""
+    padded = []
+    for part in np.split(values, parts):
+        padded += [part, np.zeros((count, *part.shape[1:]))]
+    return np.concatenate(padded)

@@ -8,6 +8,7 @@ only lie within the interval that so few lines leave open.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -163,7 +164,8 @@ def compare(
             sources, targets = zip(*(rows[i] for i in batch), strict=True)
             for mine, theirs in zip(own.score(sources, targets), other.score(sources, targets), strict=True):
                 worst = float((torch.tensor(mine) - torch.tensor(theirs)).abs().max())  # NaN stays NaN
-                difference = worst if worst != worst else max(difference, worst)
+                if math.isnan(worst) or worst > difference:
+                    difference = worst
             done += 2 * len(batch)
             progress(done)
         identical = ties = 0
@@ -173,8 +175,10 @@ def compare(
             limit = min(max_length, 2 * max(map(len, batched)) + 20)
             greedy = [engine.search(batched, limit, GREEDY) for engine in (own, other)]
             for source, mine, theirs in zip(batched, *greedy, strict=True):
-                identical += mine == theirs
-                ties += mine != theirs and _is_tie(own, source, mine, theirs)
+                if mine == theirs:
+                    identical += 1
+                elif _is_tie(own, source, mine, theirs):
+                    ties += 1
             for name, engine in (("deepnmt", own), ("exported", other)):
                 for i, tokens in zip(batch, engine.search(batched, limit, BEAM), strict=True):
                     translations[name][i] = vocabs[1].decode(tokens)
@@ -189,9 +193,12 @@ def compare(
 
 def _is_tie(own: Engine, source: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> bool:
     """Whether deepnmt's model finds the first two tokens that differ equally likely."""
-    same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    same = 0
+    while same < min(len(mine), len(theirs)) and mine[same] == theirs[same]:
+        same += 1
     # the next token of each, or eos, which `score` adds
-    first, second = (own.score([source], [tokens[: same + 1]])[0][same] for tokens in (mine, theirs))
+    first = own.score([source], [mine[: same + 1]])[0][same]
+    second = own.score([source], [theirs[: same + 1]])[0][same]
     return abs(first - second) <= TOLERANCE
 
 

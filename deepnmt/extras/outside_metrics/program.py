@@ -92,8 +92,11 @@ class Program:
             with output.open("wb") as out, errors.open("wb") as err:
                 code = self._wait(words, out.fileno(), err.fileno())
             if code:
-                last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-                raise self._fault(f"ended with exit code {code}{': ' if last else ''}{''.join(last)[:300]}")
+                fault = f"ended with exit code {code}"
+                lines_of_error = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                if lines_of_error:
+                    fault += f": {lines_of_error[-1][:300]}"
+                raise self._fault(fault)
             lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
         if len(lines) != len(texts["hyp"]):
             raise self._fault(f"printed {len(lines):,} lines for {len(texts['hyp']):,} translations, and must print a "
