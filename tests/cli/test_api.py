@@ -47,7 +47,7 @@ def test_importing_deepnmt_imports_nothing_else() -> None:
               "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('deepnmt.')}\n"
               "assert not rooms & {'doctor', 'demo', 'cli'} and 'studies' not in sys.modules\n"
               "import tiny_run\n"
-              "from deepnmt.training.plan import count_parameters\n"
+              "from deepnmt.training.dry_run import count_parameters\n"
               "recipe = tiny_run.recipe_of('run')\n"
               "tiny_run.weights_of(recipe), count_parameters(recipe.model, 40, 40)\n"
               "assert 'torch._dynamo' not in sys.modules, 'a model is made and counted without the compiler: 1.4 s'\n")
