@@ -6,7 +6,7 @@ from pathlib import Path
 
 from deepnmt.arguments import parse, plain_parser, positive, recipe_parser, settable
 from deepnmt.commands import EXAMINE, Command
-from deepnmt.commands.options import CHECKPOINT, checkpoint_of, processes_of
+from deepnmt.commands.options import add_checkpoint, checkpoint_of, processes_of
 from deepnmt.errors import UserError
 from deepnmt.extras.export.targets import EXPORTERS
 
@@ -32,7 +32,7 @@ def export(words: list[str]) -> None:
     add = parser.add_argument
     add("--to", required=True, choices=list(EXPORTERS),
         help="the program, or the form")
-    add("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoint(parser)
     add("--output", metavar="FOLDER", help="the folder to write (default: RUN/ctranslate2 and so on; RUN/folded)")
     add("--precision", default="fp32", choices=list(EXPORTERS["ctranslate2"].precisions),
         help="number format of the weights (default fp32; the others for ctranslate2); the comparison is made in "
@@ -99,7 +99,7 @@ def fold(words: list[str]) -> None:
         "deepnmt fold runs/my\n"
         "deepnmt fold runs/my --checkpoint best --output runs/my/folded-best",
     )
-    parser.add_argument("--checkpoint", metavar="WHICH", help=CHECKPOINT)
+    add_checkpoint(parser)
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the folded model (default: RUN/folded)")
     args, recipe = parse(parser, words)
     settable(args, "rewrite", "a trained model is folded as it is")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepnmt.arguments import expected_model, parse, positive, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
-from deepnmt.commands.options import ENSEMBLE, checkpoints_of, processes_of
+from deepnmt.commands.options import add_checkpoints, checkpoints_of, processes_of
 from deepnmt.errors import UserError
 
 
@@ -22,7 +22,7 @@ def serve(words: list[str]) -> None:
         "deepnmt serve runs/my --checkpoint best --host 0.0.0.0 --port 8080 translate.beam=1",
     )
     add = parser.add_argument
-    add("--checkpoint", action="append", metavar="WHICH", help=ENSEMBLE)
+    add_checkpoints(parser)
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="the address to listen at (default %(default)s, which only this machine reaches; 0.0.0.0: every one)")
     add("--allow-host", action="append", default=[], metavar="NAME",
