@@ -47,7 +47,7 @@ from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayer
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import bands_of, table_width
 from deepnmt.model.feedforward import ACTIVATIONS
-from deepnmt.model.objective import CrossEntropy
+from deepnmt.model.loss import CrossEntropy
 from deepnmt.model.transfer import factors_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD

@@ -1,4 +1,5 @@
-"""Label-smoothed cross-entropy fused with the output projection, in chunks of rows.
+"""The loss: what training minimises, as an object that every engine, pipeline stage and probe calls in the same way;
+and cross-entropy fused with the output projection, in chunks of rows. `objective.py` has what else may be minimised.
 
 `R` target tokens, `B` sentences, `T` target length, `D` width, `V` vocabulary.
 
@@ -13,11 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from deepnmt import device as device_
+from deepnmt.batch import Batch
+from deepnmt.config import Recipe
+from deepnmt.tokens import PAD
 
 # Logits of one chunk: few enough for the cache of a CPU, enough to use a whole GPU.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
@@ -44,6 +48,49 @@ class LossSums(NamedTuple):
     def detached(self) -> LossSums:
         """The same without gradient."""
         return self._replace(loss=self.loss.detach(), nll=self.nll.detach())
+
+
+class Objective(nn.Module):
+    """A loss. In `training` it may differ from what validation measures; it has no parameters.
+
+    Attributes:
+        figures: names of the further sums in the `LossSums` of training, of which the log has the mean over target
+            tokens.
+    """
+
+    figures: tuple[str, ...] = ()
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.smoothing = smoothing  # `train.label_smoothing`
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Objective:
+        """The loss of a recipe. One with settings of its own reads them here."""
+        return cls(recipe.train.label_smoothing)
+
+    def attach(self, model: Any) -> None:
+        """Called once with the whole `Transformer`, in which a loss may watch modules by hooks."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """The micro-batch that the model computes instead of this one; called on every stage of a pipeline."""
+        return batch
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
+        """The sums of a prepared micro-batch.
+
+        Args:
+            hidden: the decoder's output [B, T, D].
+            weight: the output projection [V, D].
+        """
+        raise NotImplementedError
+
+
+class CrossEntropy(Objective):
+    """Label-smoothed cross-entropy, see `label_smoothed_loss`."""
+
+    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
+        return label_smoothed_loss(hidden, weight, batch["trg_out"], self.smoothing, PAD, batch.tokens)
 
 
 def label_smoothed_loss(

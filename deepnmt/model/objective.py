@@ -1,14 +1,11 @@
-"""What training minimises, as objects that every engine, pipeline stage and probe calls in the same way.
-
-`B` sentences, `T` target length, `D` width, `V` vocabulary.
-"""
+"""Which loss a recipe minimises, of those that there are. `loss.py` has the base class and plain cross-entropy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config import Recipe
@@ -16,52 +13,9 @@ from deepnmt.config.plugins import Table
 from deepnmt.model.adaptive import Bands
 from deepnmt.model.dropout import seed_dropout
 from deepnmt.model.embedding import bands_of
-from deepnmt.model.loss import LossSums, divergence, label_smoothed_loss, token_rows
+from deepnmt.model.loss import CrossEntropy, LossSums, Objective, divergence, token_rows
 from deepnmt.tokens import PAD
 from deepnmt.visitors import require_visitors, visitor_modules
-
-
-class Objective(nn.Module):
-    """A loss. In `training` it may differ from what validation measures; it has no parameters.
-
-    Attributes:
-        figures: names of the further sums in the `LossSums` of training, of which the log has the mean over target
-            tokens.
-    """
-
-    figures: tuple[str, ...] = ()
-
-    def __init__(self, smoothing: float = 0.0) -> None:
-        super().__init__()
-        self.smoothing = smoothing  # `train.label_smoothing`
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Objective:
-        """The loss of a recipe. One with settings of its own reads them here."""
-        return cls(recipe.train.label_smoothing)
-
-    def attach(self, model: Any) -> None:
-        """Called once with the whole `Transformer`, in which a loss may watch modules by hooks."""
-
-    def prepare(self, batch: Batch) -> Batch:
-        """The micro-batch that the model computes instead of this one; called on every stage of a pipeline."""
-        return batch
-
-    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
-        """The sums of a prepared micro-batch.
-
-        Args:
-            hidden: the decoder's output [B, T, D].
-            weight: the output projection [V, D].
-        """
-        raise NotImplementedError
-
-
-class CrossEntropy(Objective):
-    """Label-smoothed cross-entropy, see `label_smoothed_loss`."""
-
-    def loss(self, hidden: Tensor, weight: Tensor, batch: Batch) -> LossSums:
-        return label_smoothed_loss(hidden, weight, batch["trg_out"], self.smoothing, PAD, batch.tokens)
 
 
 class RDrop(Objective):

@@ -26,8 +26,7 @@ from deepnmt.model.blocks import LayerPosition, Side, Stream, tensors
 from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import InputLayer, bands_of, new_table
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
-from deepnmt.model.loss import LossSums
-from deepnmt.model.objective import CrossEntropy, Objective
+from deepnmt.model.loss import CrossEntropy, LossSums, Objective
 from deepnmt.tokens import PAD
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.attention import AttentionHook, layer_index
-from deepnmt.model.loss import LossSums
-from deepnmt.model.objective import Objective
+from deepnmt.model.loss import LossSums, Objective
 from deepnmt.model.transformer import Transformer
 
 FORMER_FIGURES = {"alignment": "alignment_loss"}  # until version 0.2.0

@@ -70,7 +70,7 @@ from deepnmt.folders import DamagedFolder, original_name
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
-from deepnmt.model.objective import CrossEntropy
+from deepnmt.model.loss import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.local import LocalEngine

@@ -19,7 +19,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.extras.doctor.probes import hooks
-from deepnmt.model.objective import CrossEntropy
+from deepnmt.model.loss import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
