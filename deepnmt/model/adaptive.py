@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt.model import ops
+from deepnmt.model import dropout as dropout_
 from deepnmt.model.loss import linear_cross_entropy
 from deepnmt.tokens import PAD
 
@@ -102,7 +102,7 @@ class Bands:
         for band, start in list(enumerate(self.starts))[1:]:
             rows = self.members(targets, band)
             if len(rows):
-                narrow = ops.dropout(hidden[rows] @ self.projection(table, band).t(), dropout)
+                narrow = dropout_.dropout(hidden[rows] @ self.projection(table, band).t(), dropout)
                 more = linear_cross_entropy(narrow, self.vectors(table, band), targets[rows] - start, 0.0)
                 loss, nll = loss + more[0], nll + more[1]
         return loss, nll

@@ -1,7 +1,9 @@
 """Multi-head attention (Vaswani et al. 2017, section 3.2) on PyTorch's fused kernel.
 
-`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` beams. A key mask is boolean
-[B, 1, 1, S], false at padding, or is added to the scores, -inf at padding; None means that there is no padding.
+`B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H, `K` hypotheses. A key mask is
+boolean [B, 1, 1, S], false at padding, or is added to the scores, -inf at padding; None means that there is no padding.
+
+`overrides.py` may put other functions in the place of `self_attention` and `attend_step`.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from deepnmt import device
-from deepnmt.model import ops
-from deepnmt.model.positions import unrotated
+from deepnmt.model.positions import Rotate
 from deepnmt.model.unfilled import unfilled
 
 
@@ -33,6 +35,61 @@ def key_mask(lengths: Tensor, size: int, dtype: torch.dtype) -> Tensor | None:
     return (torch.arange(size, device=lengths.device) < lengths[:, None])[:, None, None, :]
 
 
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False
+) -> Tensor:
+    """softmax(q kᵀ / √d) v: q [B, H, T, d], keys and values [B, H, S, d] to [B, H, T, d].
+
+    On a CPU, 16-bit inputs that need a gradient are computed in fp32: the backward pass of PyTorch's 16-bit kernel
+    takes six times as long as that in fp32 at sentence length (studies/results/log.md).
+    """
+    if not device.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.requires_grad:
+        attended = F.scaled_dot_product_attention(q.float(), keys.float(), values.float(), mask, dropout, causal)
+        return attended.to(q.dtype)
+    return F.scaled_dot_product_attention(q, keys, values, mask, dropout, causal)
+
+
+def self_attention(
+    packed: Tensor, heads: int, mask: Tensor | None, dropout: float, causal: bool, rotate: Rotate | None
+) -> Tensor:
+    """`attend` of the queries, keys and values in [B, T, 3D], to [B, T, D]."""
+    q, k, v = (split_heads(part, heads) for part in packed.chunk(3, dim=-1))
+    if rotate is not None:
+        q, k = (rotate(each, 0, packed.size(1)) for each in (q, k))
+    return merge_heads(attend(q, k, v, mask, dropout, causal))
+
+
+def attend_step(
+    packed: Tensor, heads: int, past: Tensor, visible: Tensor | None, slots: slice, rotate: Rotate | None
+) -> Tensor:
+    """`self_attention` at one position of decoding; its keys and values are put into the past.
+
+    Args:
+        packed: queries, keys and values [B, K, 3D]; or [B, 1, 3D], if all hypotheses of a sentence are the same.
+        past, visible, slots: see `SelfAttention.step`.
+
+    Returns:
+        [B, K, D], or [B, 1, D].
+    """
+    position = slots.start // (slots.stop - slots.start)
+    q, k, v = packed.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, K, d]
+    if rotate is not None:
+        q, k = (rotate(each, position, position + 1) for each in (q, k))
+    past[0, ..., slots, :], past[1, ..., slots, :] = k, v
+    keys, values = past[..., : slots.stop, :]
+    return merge_heads(attend(q, keys, values, visible))
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, D] to [B, H, T, d]."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """[B, H, T, d] to [B, T, D]."""
+    return x.transpose(1, 2).flatten(2)
+
+
 class SelfAttention(nn.Module):
     """Attention of a sequence to itself. `qkv` [3D, D] holds the query, key and value matrices in this order.
 
@@ -41,7 +98,7 @@ class SelfAttention(nn.Module):
 
     def __init__(
         self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear,
-        rotate: ops.Rotate = unrotated, norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        rotate: Rotate | None = None, norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -53,7 +110,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """[B, T, D] to [B, T, D]; `causal`: position t attends to positions up to t, and `mask` must be None."""
         dropout = self.dropout if self.training else 0.0
-        return self.put_out(ops.self_attention(self.qkv(x), self.heads, mask, dropout, causal, self.rotate))
+        return self.put_out(self_attention(self.qkv(x), self.heads, mask, dropout, causal, self.rotate))
 
     def put_out(self, heads: Tensor) -> Tensor:
         """What all heads found [B, T, D] to the output [B, T, D]."""
@@ -71,7 +128,7 @@ class SelfAttention(nn.Module):
                 if all slots are visible.
             slots: those of this position.
         """
-        return self.put_out(ops.attend_step(self.qkv(x), self.heads, past, visible, slots, self.rotate))
+        return self.put_out(attend_step(self.qkv(x), self.heads, past, visible, slots, self.rotate))
 
 
 class NormedSelfAttention(SelfAttention):
@@ -79,7 +136,7 @@ class NormedSelfAttention(SelfAttention):
 
     def __init__(
         self, width: int, heads: int, dropout: float, linear: type[nn.Linear] = nn.Linear,
-        rotate: ops.Rotate = unrotated, norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        rotate: Rotate | None = None, norm: Callable[[int], nn.Module] = nn.LayerNorm,
     ) -> None:
         super().__init__(width, heads, dropout, linear, rotate)
         self.norm = norm(width)
@@ -105,13 +162,13 @@ class CrossAttention(nn.Module):
     def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, S, d] of a memory [B, S, M]."""
         k, v = self.kv(memory).chunk(2, dim=-1)
-        return ops.split_heads(k, self.heads), ops.split_heads(v, self.heads)
+        return split_heads(k, self.heads), split_heads(v, self.heads)
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] to [B, T, D]. In decoding T is the K hypotheses of a sentence, which share keys and values."""
-        q = ops.split_heads(self.q(x), self.heads)
+        q = split_heads(self.q(x), self.heads)
         dropout = self.dropout if self.training else 0.0
-        return self.out(ops.merge_heads(ops.attend(q, keys, values, mask, dropout)))
+        return self.out(merge_heads(attend(q, keys, values, mask, dropout)))
 
 
 def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
@@ -122,7 +179,7 @@ def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
         keys, mask: [B, H, S, d] and [B, 1, 1, S], as for `CrossAttention.forward`.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = ops.split_heads(q, keys.size(1)).to(wide) @ keys.to(wide).transpose(2, 3) / keys.size(3) ** 0.5
+    scores = split_heads(q, keys.size(1)).to(wide) @ keys.to(wide).transpose(2, 3) / keys.size(3) ** 0.5
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

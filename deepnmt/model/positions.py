@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Rotate = Callable[[Tensor, int, int], Tensor]
+
 
 class Positions(NamedTuple):
     """`table`: (positions, D) to what is added to the embeddings, [positions, D] or [positions, 1]. `rotate`: queries
-    or keys [..., T, d] at the positions `start` to `stop` - 1 (or all at one) to the same shape."""
+    or keys [..., T, d] at the positions `start` to `stop` - 1 (or all at one) to the same shape; None: as they are."""
 
     table: Callable[[int, int], Tensor]
-    rotate: Callable[[Tensor, int, int], Tensor]
+    rotate: Rotate | None = None
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
@@ -49,11 +51,6 @@ def no_sinusoids(positions: int, width: int) -> Tensor:
     return torch.zeros(positions, 1)
 
 
-def unrotated(x: Tensor, start: int, stop: int) -> Tensor:
-    """x."""
-    return x
-
-
 def rotated(x: Tensor, start: int, stop: int) -> Tensor:
     """Turns the pair (x_i, x_{i + d/2}) at position p by the angle p / 10000^(2i/d), for i < d/2, in fp32 at least.
 
@@ -76,7 +73,7 @@ def _angles(size: int, width: int, device: torch.device, dtype: torch.dtype) -> 
 
 
 POSITIONS: dict[str, Positions] = {
-    "sinusoidal": Positions(sinusoids, unrotated),
-    "fairseq": Positions(fairseq_sinusoids, unrotated),
+    "sinusoidal": Positions(sinusoids),
+    "fairseq": Positions(fairseq_sinusoids),
     "rotary": Positions(no_sinusoids, rotated),
 }

@@ -8,8 +8,7 @@ from small_models import BLOCKS, VOCAB, batch, batch_of, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt.model import ops
-from deepnmt.model.attention import CrossAttention, SelfAttention, key_mask
+from deepnmt.model.attention import CrossAttention, SelfAttention, attend, key_mask
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.positions import sinusoids
 from deepnmt.model.transformer import Transformer
@@ -59,7 +58,7 @@ def test_cross_attention_is_pytorchs() -> None:
 def attended(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool) -> list[Tensor]:
     """The output and the gradients of the three inputs, in float64."""
     inputs = [x.detach().requires_grad_() for x in (q, keys, values)]
-    output = ops.attend(*inputs, mask, 0.0, causal)
+    output = attend(*inputs, mask, 0.0, causal)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output.dtype)
     return [x.detach().double() for x in (output, *torch.autograd.grad(output, inputs, upstream))]
 

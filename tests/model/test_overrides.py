@@ -12,7 +12,7 @@ import torch
 from refusals import user_error
 from tiny_engines import batches, build, parallel, recipe_with
 
-from deepnmt.model import ops, overrides
+from deepnmt.model import attention, dropout, overrides
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 
@@ -39,9 +39,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     visitor, sets = ModuleType("room.overrides"), {name: ModuleType(f"room.{name}") for name in ("one", "two")}
     vars(visitor).update(SETS={"counting": "one", "broken": "two"}, __package__="room")
-    names = ("dropout", "self_attention", "attend_step")
+    plain = ((dropout, "dropout"), (attention, "self_attention"), (attention, "attend_step"))
     vars(sets["one"]).update(check=lambda device: None,
-                             REPLACEMENTS=[(ops, name, counting(name)) for name in names])
+                             REPLACEMENTS=[(owner, name, counting(name)) for owner, name in plain])
     vars(sets["two"]).update(check=refuse, REPLACEMENTS=[])
     for module in (ModuleType("room"), *sets.values()):
         monkeypatch.setitem(sys.modules, module.__name__, module)

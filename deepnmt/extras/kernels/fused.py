@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import device
-from deepnmt.model.ops import dropped_of
+from deepnmt.model.dropout import dropped_of
 
 _PARTS = 512  # rows of sums over columns, before they are summed themselves
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from deepnmt import device as device_
 from deepnmt.errors import UserError
 from deepnmt.extras.kernels import fused, packed
-from deepnmt.model import loss, ops
+from deepnmt.model import attention, loss
+from deepnmt.model import dropout as dropout_
 from deepnmt.model.blocks import (
     B2T,
     DLCL,
@@ -39,7 +40,7 @@ from deepnmt.model.blocks import (
 from deepnmt.model.dropout import Dropout
 from deepnmt.model.feedforward import FeedForward
 from deepnmt.model.layers import DecoderLayer, EncoderLayer
-from deepnmt.model.positions import unrotated
+from deepnmt.model.positions import Rotate
 from deepnmt.model.published import PublishedAdminClosedForm
 
 Function = Callable[..., Any]
@@ -75,7 +76,7 @@ def usable(x: Tensor, *modules: nn.Module) -> bool:
         for module in modules)
 
 
-# -- functions of ops.py, the first linear map of an FFN, and the loss -------------------------------------------------
+# -- dropout, attention, the first linear map of an FFN, and the loss --------------------------------------------------
 
 
 def dropout(plain: Function) -> Function:
@@ -86,8 +87,10 @@ def dropout(plain: Function) -> Function:
 
 
 def self_attention(plain: Function) -> Function:
-    def run(qkv: Tensor, heads: int, mask: Tensor | None, dropout: float, causal: bool, rotate: ops.Rotate) -> Tensor:
-        known = rotate is unrotated and torch.is_grad_enabled() and attends_packed(qkv)
+    def run(
+        qkv: Tensor, heads: int, mask: Tensor | None, dropout: float, causal: bool, rotate: Rotate | None
+    ) -> Tensor:
+        known = rotate is None and torch.is_grad_enabled() and attends_packed(qkv)
         if known and mask is not None and mask.dtype != torch.bool:
             return packed.attend(qkv, mask, heads, dropout)
         return plain(qkv, heads, mask, dropout, causal, rotate)
@@ -96,8 +99,10 @@ def self_attention(plain: Function) -> Function:
 
 
 def attend_step(plain: Function) -> Function:
-    def run(qkv: Tensor, heads: int, past: Tensor, visible: Tensor | None, slots: slice, rotate: ops.Rotate) -> Tensor:
-        if rotate is unrotated and not torch.is_grad_enabled() and has_kernels(qkv):
+    def run(
+        qkv: Tensor, heads: int, past: Tensor, visible: Tensor | None, slots: slice, rotate: Rotate | None
+    ) -> Tensor:
+        if rotate is None and not torch.is_grad_enabled() and has_kernels(qkv):
             return fused.attend_step(qkv, past, visible, heads, slots)
         return plain(qkv, heads, past, visible, slots, rotate)
 
@@ -250,9 +255,9 @@ def b2t_no_ln(plain: Function) -> Function:
 
 
 REPLACEMENTS: list[tuple[Any, str, Callable[[Function], Function]]] = [
-    (ops, "dropout", dropout),
-    (ops, "self_attention", self_attention),
-    (ops, "attend_step", attend_step),
+    (dropout_, "dropout", dropout),
+    (attention, "self_attention", self_attention),
+    (attention, "attend_step", attend_step),
     (loss, "linear_cross_entropy", cross_entropy),
     (FeedForward, "forward", feed_forward),
     (EncoderLayer, "compute", encoder_layer),
