@@ -24,8 +24,8 @@ from deepnmt.config.choices import TYINGS, Use
 from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition, Side, Stream, tensors
 from deepnmt.model.cache import Cache
-from deepnmt.model.embedding import InputLayer, bands_of, new_table
-from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
+from deepnmt.model.embedding import bands_of, new_table
+from deepnmt.model.layers import DecoderLayer, EncoderLayer, InputLayer, Layer
 from deepnmt.model.loss import CrossEntropy, LossSums, Objective
 from deepnmt.tokens import PAD
 

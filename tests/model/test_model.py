@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from deepnmt import config
 from deepnmt.model.blocks import BLOCKS, DeepNorm, LayerPosition, Side
 from deepnmt.model.dropout import Dropout, stable_hash
-from deepnmt.model.embedding import InputLayer
 from deepnmt.model.init import Initialiser, fill, new_model
+from deepnmt.model.layers import InputLayer
 from deepnmt.model.positions import sinusoids
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
