@@ -40,7 +40,7 @@ from deepnmt.extras.doctor.verdict import (
 from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState

@@ -69,9 +69,3 @@ def is_in(part: str, name: str) -> bool:
     """Whether a part of a model has the parameter of this name: the part is its name, the beginning of it, or a pattern
     of one of these with `*`."""
     return fnmatchcase(name, part) or fnmatchcase(name, f"{part}.*")
-
-
-def set_rate(optimizer: Any, rate: float) -> None:
-    """Sets the learning rate of every group; `optimizer` is PyTorch's, or one of DeepSpeed's around it."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepnmt import config
 from deepnmt.config.plugins import Table
@@ -37,6 +37,12 @@ def learning_rate(
     if update < schedule.warmup:
         return schedule.start + (peak - schedule.start) * update / schedule.warmup
     return SCHEDULES[schedule.name](peak, schedule, RunProgress(update, last_update, passes, validations))
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Sets the learning rate of every group; `optimizer` is PyTorch's, or one of DeepSpeed's around it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["factor"]
 
 
 def _inverse_sqrt(peak: float, schedule: config.Schedule, now: RunProgress) -> float:

@@ -37,9 +37,10 @@ from deepnmt.errors import UserError
 from deepnmt.model.blocks import set_clock
 from deepnmt.model.init import Source, part_from
 from deepnmt.model.transformer import Transformer
-from deepnmt.optim.groups import group_key, set_rate
+from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
 from deepnmt.optim.scaler import LossScaler, ScalerState
+from deepnmt.optim.schedules import set_rate
 from deepnmt.parallel.engine import Build, Reading
 from deepnmt.parallel.flat import update_flat
 from deepnmt.parallel.settings import Layout

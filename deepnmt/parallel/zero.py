@@ -28,9 +28,17 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.blocks import set_clock
 from deepnmt.model.transformer import Transformer, fill_with_nan
-from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
-from deepnmt.parallel.engine import Build, Flags, Reading, StepStats, figures_of, read_sums
+from deepnmt.parallel.engine import (
+    Build,
+    Flags,
+    Reading,
+    StepStats,
+    clip_gradients,
+    figures_of,
+    gradient_norm,
+    read_sums,
+)
 from deepnmt.parallel.settings import Layout
 from deepnmt.processes.host import give_memory_back
 

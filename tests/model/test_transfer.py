@@ -18,7 +18,7 @@ from deepnmt.model.transfer import Factors, factors_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key, parameter_groups
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 

@@ -17,11 +17,10 @@ from deepnmt.config import Recipe, Schedule, check_recipe, with_settings
 from deepnmt.data.batching import START, Position, Update
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
-from deepnmt.optim.gradients import clip_gradients, gradient_norm
 from deepnmt.optim.optimizers import build_optimizer, moment_names
 from deepnmt.optim.scaler import LossScaler
 from deepnmt.optim.schedules import learning_rate, warmup_note
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine, clip_gradients, gradient_norm
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.state import TrainState

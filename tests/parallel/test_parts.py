@@ -14,8 +14,9 @@ from tiny_engines import VOCAB, batches, export_state, parallel, recipe_with, st
 from warm import Warm
 
 from deepnmt.config import Recipe
-from deepnmt.optim.groups import is_in, set_rate
+from deepnmt.optim.groups import is_in
 from deepnmt.optim.optimizers import build_optimizer
+from deepnmt.optim.schedules import set_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes

@@ -24,7 +24,7 @@ from deepnmt.config.choices import BLOCKS
 from deepnmt.config.load import recipe_class
 from deepnmt.model.admin import measure
 from deepnmt.model.init import new_model
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "recipes" / "demo" / "admin_18l-18l.yaml"

@@ -28,7 +28,7 @@ from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log
 from deepnmt.model.init import new_model
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from studies.__main__ import main
 from studies.blocks import frequencies_loss, further_rates, results_of, run_variant, validation_loss

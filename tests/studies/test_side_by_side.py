@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepnmt.extras.doctor.variants import fresh_model
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from studies.side_by_side import train_side_by_side
 from studies.toy_task import ToyTask
 from studies.verdict_text import Choice, draw

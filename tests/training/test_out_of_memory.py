@@ -14,7 +14,7 @@ from run_files import losses
 
 from deepnmt.cli import main
 from deepnmt.errors import enough_memory
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 
 OPTIONS = ("train.updates=4", "train.save_every=1", "train.validate_every=3", "train.valid_bleu=false")
 

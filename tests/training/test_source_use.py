@@ -23,8 +23,7 @@ from deepnmt.decode.models import load_model
 from deepnmt.model.attention import split_heads
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import Engine, LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation import source_use
 from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_source_use, measure_validation_text

@@ -43,7 +43,7 @@ from deepnmt.files import make_run_folder, write_json
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.progress import show_progress
 
 LOG_PROBABILITIES = "log-probabilities"

@@ -73,7 +73,7 @@ from deepnmt.model.init import fill
 from deepnmt.model.loss import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 from deepnmt.tasks.translation.source_use import collapse_note, measure_source_use

@@ -30,7 +30,7 @@ from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome, frequencies, measur
 from deepnmt.extras.doctor.variants import initialisation
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.schedules import learning_rate
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress
 from deepnmt.tasks.translation.source_use import measure_source_use

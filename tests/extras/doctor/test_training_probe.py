@@ -19,7 +19,7 @@ from deepnmt.extras.doctor.probes import watching
 from deepnmt.extras.doctor.training_probe import TrainingProbe
 from deepnmt.model.blocks import BLOCKS, SUBLAYERS
 from deepnmt.model.init import new_model
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from studies.toy_task import ToyTask
 
 TOKENS = 13

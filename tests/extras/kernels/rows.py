@@ -32,7 +32,7 @@ from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.dry_run import memory_estimate
