@@ -315,7 +315,7 @@ class ActivationFacts(Choice):
     kept: int = 4
 
 
-# model/feedforward.py, `ACTIVATIONS`
+# model/sublayers.py, `ACTIVATIONS`
 ACTIVATIONS = Choices({
     "relu": ActivationFacts(line="max(0, x)", kept=1),
     "gelu": ActivationFacts(line="x·Φ(x)", paper="Hendrycks and Gimpel 2016", kept=2),

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.model.attention import AttentionHook, CrossAttention, layer_index
+from deepnmt.model.attention import AttentionHook, layer_index
+from deepnmt.model.sublayers import CrossAttention
 from deepnmt.model.transformer import Transformer
 
 Links = list[tuple[int, int]]  # of a word of the source and one of the translation, counted from 0

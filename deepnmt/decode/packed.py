@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt.model.feedforward import FeedForward
+from deepnmt.model.sublayers import FeedForward
 from deepnmt.model.transformer import Transformer
 
 _pack: Any = None

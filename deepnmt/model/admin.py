@@ -35,12 +35,12 @@ from deepnmt.config import Admin, Model
 from deepnmt.device import default_generator
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
-from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Branch, Side, Stream, profiled_sublayers, tensors
 from deepnmt.model.blocks import Admin as AdminBlock
 from deepnmt.model.embedding import new_table
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.layers import InputLayer, Layer
+from deepnmt.model.sublayers import key_mask
 from deepnmt.model.transformer import build_layer, build_top, stream_start
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import no_progress, show_progress

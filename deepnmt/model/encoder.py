@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from deepnmt.batch import Batch
 from deepnmt.config.encoders import EncoderModel
-from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition
 from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import Initialiser, generator_for
 from deepnmt.model.loss import LossSums
+from deepnmt.model.sublayers import key_mask
 from deepnmt.model.transformer import build_layer, build_top, fill_with_nan, run_layers, stream_start
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tokens import PAD

@@ -46,8 +46,8 @@ from deepnmt.config.choices import Use
 from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import bands_of, table_width
-from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.loss import CrossEntropy
+from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.model.transfer import factors_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt import config
-from deepnmt.model.attention import CrossAttention
 from deepnmt.model.blocks import Branch, LayerPosition, Side, Stream, stream_of, tensors
 from deepnmt.model.dropout import Dropout, seed_dropout, stable_hash
 from deepnmt.model.positions import POSITIONS
+from deepnmt.model.sublayers import CrossAttention
 
 
 class InputLayer(nn.Module):

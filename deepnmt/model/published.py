@@ -31,7 +31,7 @@ from deepnmt.model.blocks import (
     TFixup,
     say_facts,
 )
-from deepnmt.model.feedforward import ShiftedFeedForward
+from deepnmt.model.sublayers import ShiftedFeedForward
 
 
 class _PlainLinear(Block):

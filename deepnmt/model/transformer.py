@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from deepnmt import config
 from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.config.choices import TYINGS, Use
-from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import LayerPosition, Side, Stream, tensors
 from deepnmt.model.cache import Cache
 from deepnmt.model.embedding import bands_of, new_table
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, InputLayer, Layer
 from deepnmt.model.loss import CrossEntropy, LossSums, Objective
+from deepnmt.model.sublayers import key_mask
 from deepnmt.tokens import PAD
 
 

@@ -13,7 +13,7 @@ from deepnmt.data import subwords
 from deepnmt.decode import formats
 from deepnmt.errors import UserError
 from deepnmt.evaluate import metrics
-from deepnmt.model import blocks, feedforward, objective, positions, published
+from deepnmt.model import blocks, objective, positions, published, sublayers
 from deepnmt.optim import optimizers, schedules
 from deepnmt.training import trainer
 from deepnmt.training.task import Task, find_task
@@ -23,7 +23,7 @@ from deepnmt.training.task import Task, find_task
     (choices.BLOCKS, blocks.BLOCKS),
     (choices.BLOCKS.where(lambda block: block.published), published.PUBLISHED),
     (choices.NORMS, blocks.NORMS),
-    (choices.ACTIVATIONS, feedforward.ACTIVATIONS),
+    (choices.ACTIVATIONS, sublayers.ACTIVATIONS),
     (choices.POSITIONS, positions.POSITIONS),
     (choices.VOCAB_KINDS, subwords.SAMPLERS),
     (choices.OPTIMIZERS, optimizers.OPTIMIZERS),
@@ -41,13 +41,13 @@ def test_the_rows_of_blocks_say_what_the_classes_do() -> None:
     for name, block in blocks.BLOCKS.items():
         row = choices.BLOCKS[name]
         assert row.profiled == block.profiled
-        assert row.gated == (block.feed_forward in (feedforward.FeedForward, feedforward.NormedFeedForward))
+        assert row.gated == (block.feed_forward in (sublayers.FeedForward, sublayers.NormedFeedForward))
         assert row.rewritable or not row.foldable
 
 
 def test_the_rows_of_activations_say_what_the_functions_do() -> None:
     for name, row in choices.ACTIVATIONS.items():
-        assert row.gated == (feedforward.ACTIVATIONS[name].rows == 2)
+        assert row.gated == (sublayers.ACTIVATIONS[name].rows == 2)
 
 
 def test_options_say_with_which_names_they_have_an_effect() -> None:

@@ -23,7 +23,7 @@ from deepnmt.decode.mbr import expected_chrf
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
 from deepnmt.decode.search import beam_search, choose_greedily, decode_independently, make_sampler
 from deepnmt.decode.translate import translate_files, translate_lines
-from deepnmt.model.attention import split_heads
+from deepnmt.model.sublayers import split_heads
 
 PENALTY = LengthPenalty("average", 1.0)
 LIMITS = torch.tensor([4, 3, 4])

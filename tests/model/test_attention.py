@@ -8,9 +8,9 @@ from small_models import BLOCKS, VOCAB, batch, batch_of, model_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepnmt.model.attention import CrossAttention, SelfAttention, attend, key_mask
 from deepnmt.model.layers import DecoderLayer, EncoderLayer, Layer
 from deepnmt.model.positions import sinusoids
+from deepnmt.model.sublayers import CrossAttention, SelfAttention, attend, key_mask
 from deepnmt.model.transformer import Transformer
 
 D, H = 16, 4

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt import config
-from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import NORMS, RMSNorm
-from deepnmt.model.feedforward import ACTIVATIONS, FeedForward
 from deepnmt.model.init import Initialiser, fill, new_model
 from deepnmt.model.objective import CrossEntropy, RDrop
 from deepnmt.model.positions import POSITIONS, rotated
+from deepnmt.model.sublayers import ACTIVATIONS, FeedForward, SelfAttention
 from deepnmt.model.transformer import Transformer
 
 ALL: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from refusals import user_error
 from tiny_engines import batches, build, parallel, recipe_with
 
-from deepnmt.model import attention, dropout, overrides
+from deepnmt.model import dropout, overrides, sublayers
 from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     visitor, sets = ModuleType("room.overrides"), {name: ModuleType(f"room.{name}") for name in ("one", "two")}
     vars(visitor).update(SETS={"counting": "one", "broken": "two"}, __package__="room")
-    plain = ((dropout, "dropout"), (attention, "self_attention"), (attention, "attend_step"))
+    plain = ((dropout, "dropout"), (sublayers, "self_attention"), (sublayers, "attend_step"))
     vars(sets["one"]).update(check=lambda device: None,
                              REPLACEMENTS=[(owner, name, counting(name)) for owner, name in plain])
     vars(sets["two"]).update(check=refuse, REPLACEMENTS=[])

@@ -23,9 +23,9 @@ from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.config.choices import BLOCKS
 from deepnmt.model.admin import measure
-from deepnmt.model.attention import attend
 from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.init import new_model
+from deepnmt.model.sublayers import attend
 from deepnmt.model.transformer import Transformer
 
 TYPES = (torch.bfloat16, torch.float16)

@@ -16,9 +16,9 @@ from deepnmt.config import Model
 from deepnmt.config.choices import ACTIVATIONS, BLOCKS, NORMS, POSITIONS, TYINGS
 from deepnmt.errors import UserError
 from deepnmt.model.admin import AdminProfile, measure
-from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import LayerPosition, profiled_sublayers
 from deepnmt.model.init import new_model
+from deepnmt.model.sublayers import SelfAttention
 from deepnmt.model.transformer import Transformer, unit_names
 from deepnmt.parallel.pipeline.boundary import Boundary
 from deepnmt.parallel.pipeline.partition import cost_units, partition

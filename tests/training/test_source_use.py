@@ -20,8 +20,8 @@ from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.decode.models import load_model
-from deepnmt.model.attention import split_heads
 from deepnmt.model.init import new_model
+from deepnmt.model.sublayers import split_heads
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine, LocalEngine
 from deepnmt.processes.ranks import Ranks

@@ -32,7 +32,7 @@ from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.extras.export.exported import FACTS, KIND, weights_of
 from deepnmt.files import write_text
-from deepnmt.model.feedforward import ACTIVATIONS
+from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.encoders import load_encoder

@@ -16,7 +16,7 @@ from deepnmt.config.choices import NORMS
 from deepnmt.extras.export.plain import EPSILON, Pair, Plain, Values, to_plain
 from deepnmt.extras.export.searcher import FORMATS, CTranslate2
 from deepnmt.model.blocks import SIDES, Side
-from deepnmt.model.feedforward import ACTIVATIONS
+from deepnmt.model.sublayers import ACTIVATIONS
 
 POSITIONS = 1025  # rows of the position tables at least: CTranslate2 reads up to 1,024 pieces unless told otherwise
 _ACTIVATIONS = {

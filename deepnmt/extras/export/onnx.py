@@ -108,7 +108,7 @@ class _Growing:
         self.new: list[Tensor] = []
 
     def __setitem__(self, slots: object, new: Tensor) -> None:
-        """Keys first, then values, each [B, H, 1, d]; see `attention.attend_step`."""
+        """Keys first, then values, each [B, H, 1, d]; see `sublayers.attend_step`."""
         self.new.append(new)
         if len(self.new) == 2:
             self.whole = torch.cat([self.whole, torch.stack(self.new)], dim=3)

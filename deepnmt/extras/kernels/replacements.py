@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from deepnmt import device as device_
 from deepnmt.errors import UserError
 from deepnmt.extras.kernels import fused, packed
-from deepnmt.model import attention, loss
 from deepnmt.model import dropout as dropout_
+from deepnmt.model import loss, sublayers
 from deepnmt.model.blocks import (
     B2T,
     DLCL,
@@ -38,10 +38,10 @@ from deepnmt.model.blocks import (
     TFixup,
 )
 from deepnmt.model.dropout import Dropout
-from deepnmt.model.feedforward import FeedForward
 from deepnmt.model.layers import DecoderLayer, EncoderLayer
 from deepnmt.model.positions import Rotate
 from deepnmt.model.published import PublishedAdminClosedForm
+from deepnmt.model.sublayers import FeedForward
 
 Function = Callable[..., Any]
 
@@ -256,8 +256,8 @@ def b2t_no_ln(plain: Function) -> Function:
 
 REPLACEMENTS: list[tuple[Any, str, Callable[[Function], Function]]] = [
     (dropout_, "dropout", dropout),
-    (attention, "self_attention", self_attention),
-    (attention, "attend_step", attend_step),
+    (sublayers, "self_attention", self_attention),
+    (sublayers, "attend_step", attend_step),
     (loss, "linear_cross_entropy", cross_entropy),
     (FeedForward, "forward", feed_forward),
     (EncoderLayer, "compute", encoder_layer),

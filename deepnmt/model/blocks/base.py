@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from deepnmt import config
-from deepnmt.model.attention import SelfAttention
-from deepnmt.model.feedforward import FeedForward
+from deepnmt.model.sublayers import FeedForward, SelfAttention
 
 Side = Literal["encoder", "decoder"]
 Branch = Callable[[Tensor], Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.model.blocks.base import Block, Branch, LayerPosition, Matrix
-from deepnmt.model.feedforward import FeedForward, ShiftedFeedForward, ShiftedLinear
+from deepnmt.model.sublayers import FeedForward, ShiftedFeedForward, ShiftedLinear
 
 
 class ReZero(Block):

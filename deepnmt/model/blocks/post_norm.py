@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.model.blocks.base import Block, Branch, LayerPosition, Matrix
-from deepnmt.model.feedforward import ConcatenatedFeedForward
+from deepnmt.model.sublayers import ConcatenatedFeedForward
 
 
 class PostLN(Block):

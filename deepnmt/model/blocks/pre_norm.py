@@ -9,9 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from deepnmt.model.attention import NormedSelfAttention, SelfAttention
 from deepnmt.model.blocks.base import Block, Branch, LayerPosition, Matrix
-from deepnmt.model.feedforward import FeedForward, NormedFeedForward
+from deepnmt.model.sublayers import FeedForward, NormedFeedForward, NormedSelfAttention, SelfAttention
 
 
 class PreLN(Block):

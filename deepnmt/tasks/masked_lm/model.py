@@ -15,8 +15,8 @@ from deepnmt.batch import Batch
 from deepnmt.config.encoders import EncoderModel
 from deepnmt.model.blocks import LayerPosition
 from deepnmt.model.encoder import Encoder, class_losses
-from deepnmt.model.feedforward import ACTIVATIONS
 from deepnmt.model.loss import LossSums, token_rows
+from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.model.transformer import fill_with_nan
 from deepnmt.model.unfilled import unfilled
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe

@@ -10,9 +10,10 @@ from small_models import VOCAB, batch, batch_of, shapes
 from torch import Tensor
 
 from deepnmt.extras.alignment.objective import Guided, alignment_loss
-from deepnmt.model.attention import attention_scores, key_mask, layer_index, split_heads
+from deepnmt.model.attention import attention_scores, layer_index
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.objective import CrossEntropy, Objective, RDrop
+from deepnmt.model.sublayers import key_mask, split_heads
 from deepnmt.model.transformer import Transformer
 
 LINKS = {0: {0: [1], 2: [0, 3], 3: [3]}, 2: {1: [2], 4: [0, 1, 2]}}  # sentence: target: sources

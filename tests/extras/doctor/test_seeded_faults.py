@@ -24,8 +24,8 @@ from deepnmt.extras.doctor.measures import HalfZeros, dependency
 from deepnmt.extras.doctor.page import summary
 from deepnmt.extras.doctor.verdict import SHIPPED, VerdictRule
 from deepnmt.model import objective, transformer
-from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import SIDES
+from deepnmt.model.sublayers import SelfAttention
 from deepnmt.model.transformer import Transformer
 
 

@@ -28,8 +28,8 @@ from deepnmt.extras.doctor import measures
 from deepnmt.extras.doctor.nonfinite import first_non_finite
 from deepnmt.extras.kernels import replacements
 from deepnmt.model import overrides
-from deepnmt.model.attention import key_mask
 from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.sublayers import key_mask
 from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.engine import LocalEngine

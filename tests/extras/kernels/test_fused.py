@@ -20,9 +20,9 @@ from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper
 from deepnmt.extras.kernels import fused, replacements
 from deepnmt.model import overrides
-from deepnmt.model.attention import SelfAttention
 from deepnmt.model.blocks import LayerNorm, RMSNorm
 from deepnmt.model.init import new_model
+from deepnmt.model.sublayers import SelfAttention
 
 P = 0.25
 KEY = torch.tensor([2**62 + 3, 8])
