@@ -26,7 +26,7 @@ from deepnmt.extras.doctor.coordinates import (
     spread,
 )
 from deepnmt.model.init import new_model
-from deepnmt.parallel.local import LocalEngine
+from deepnmt.parallel.engine import LocalEngine
 
 SIZES = {"width": [Size(32, 2, 2), Size(128, 2, 2)], "depth": [Size(32, 2, 2), Size(32, 16, 16)],
          "encoder": [Size(32, 2, 2), Size(32, 16, 2)], "decoder": [Size(32, 2, 2), Size(32, 2, 16)]}
