@@ -97,13 +97,14 @@ def updates(
         taken = take(position)
         return with_tokens(taken, ranks.sum([taken.tokens])[0]) if taken.shared else taken
 
+    ahead, stages, dropped = take_at_once(state.position), len(state.stages), DroppedUpdates()
+
     def take_ahead(position: Position, late: bool) -> tuple[float, ...]:
         """Takes the next update while the device computes this one; returns what all processes then sum."""
         nonlocal ahead
         ahead = take(position)
         return float(stop_requested()), float(late), *([float(ahead.tokens)] if ahead.shared else [])
 
-    ahead, stages, dropped = take_at_once(state.position), len(state.stages), DroppedUpdates()
     while True:
         if len(state.stages) != stages:  # one has begun, and what was taken may be of the one before
             ahead, stages = take_at_once(state.position), len(state.stages)
