@@ -109,7 +109,8 @@ SETTINGS = {"config/sections.py", "config/recipe.schema.json"}
 # Other files of the core that hold such a word, and why.
 _OF_SEARCH = "alignments that a search puts out come from any model's attention, trained with them or not"
 ALLOWED = {
-    "alignment": dict.fromkeys(("decode/align.py", "decode/translate.py", "tasks/translation/commands.py"), _OF_SEARCH),
+    "alignment": dict.fromkeys(("decode/align.py", "decode/translate.py", "commands/options.py",
+                                "tasks/translation/commands.py"), _OF_SEARCH),
     "trackers": {"parallel/settings.py": "DeepSpeed itself imports mlflow where it is installed, which takes a second"},
 }
 

@@ -306,8 +306,9 @@ def timed_pass() -> None:
     from deepnmt.parallel.pipeline import engine as of_pipelines
 
     events: list[str] = []
-    kind = of_pipelines.schedule.ForwardPass
-    inner = SimpleNamespace(_INSTRUCTION_MAP={kind: lambda _: events.append("pass")})
+    steps, kind = of_pipelines.schedule, of_pipelines.schedule.ForwardPass
+    inner = SimpleNamespace(_INSTRUCTION_MAP={
+        step: lambda _: events.append("pass") for step in (kind, steps.BackwardPass, steps.LoadMicroBatch)})
     engine: Any = SimpleNamespace(engine=inner)
     device = SimpleNamespace(synchronize=lambda: events.append("wait"))
     with patch.object(of_pipelines, "get_accelerator", lambda: device):

@@ -218,9 +218,9 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
         UserError: the folder holds no such model, or one that deepnmt does not compute.
     """
     try:
-        layers = int(config["num_hidden_layers"])
         sizes = {"width": int(config["hidden_size"]), "heads": int(config["num_attention_heads"]),
                  "ffn": int(config["intermediate_size"]), "max_length": int(config["max_position_embeddings"])}
+        layers = int(config["num_hidden_layers"])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder}/config.json has no number for {error}, as that of a BERT model has") from None
     activation = str(config.get("hidden_act"))

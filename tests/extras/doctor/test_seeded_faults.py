@@ -23,7 +23,7 @@ from deepnmt.extras.doctor.faults import wrong_sizes, wrong_training, wrong_wiri
 from deepnmt.extras.doctor.measures import HalfZeros, dependency
 from deepnmt.extras.doctor.page import summary
 from deepnmt.extras.doctor.verdict import SHIPPED, VerdictRule
-from deepnmt.model import objective, transformer
+from deepnmt.model import loss, transformer
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.sublayers import SelfAttention
 from deepnmt.model.transformer import Transformer
@@ -63,8 +63,8 @@ def no_padding_mask(_model: Transformer, _batch: Batch, patch: pytest.MonkeyPatc
 
 
 def padding_in_the_loss(_model: Transformer, _batch: Batch, patch: pytest.MonkeyPatch) -> None:
-    loss = objective.label_smoothed_loss
-    patch.setattr(objective, "label_smoothed_loss", lambda hidden, weight, trg, smoothing, _pad, _tokens: loss(
+    smoothed = loss.label_smoothed_loss
+    patch.setattr(loss, "label_smoothed_loss", lambda hidden, weight, trg, smoothing, _pad, _tokens: smoothed(
         hidden, weight, trg, smoothing, -1))
 
 
