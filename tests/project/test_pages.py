@@ -83,10 +83,11 @@ def test_links_are_valid(page: Path) -> None:
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
-# Bash expands variables and loops; its path has no programs, so every command calls this function.
+# Bash expands variables and loops; its path has no programs, so every command calls this function. A record is written
+# at once, since the commands of a pipe run at the same time.
 RECORD = """\
 PATH=/nowhere
-command_not_found_handle() { printf '%s\\037' "$@" >> words; printf '\\036' >> words; }
+command_not_found_handle() { local record; printf -v record '%s\\037' "$@"; printf '%s\\036' "$record" >> words; }
 cd() { :; }
 source() { :; }
 """
