@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 from deepnmt import arguments
 from deepnmt.arguments import given, parse, positive
-from deepnmt.cli import Command, overview_of, run_command
+from deepnmt.cli import Command, end_process, overview_of, run_command
 from deepnmt.config.choices import INITS
 from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log
@@ -706,4 +705,4 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

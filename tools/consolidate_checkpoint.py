@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from deepnmt.cli import main
+from deepnmt.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main("consolidate"))
+    entry("consolidate")

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from deepnmt.cli import end_process
 from deepnmt.errors import UserError
 from deepnmt.processes.launch import free_port, processes
 from deepnmt.processes.ranks import Ranks
@@ -92,6 +93,7 @@ def answer_job(work: Callable[[dict[str, Any], Ranks], Any]) -> None:
     """
     task, answer = map(Path, sys.argv[1:3])
     job = json.loads(task.read_text(encoding="utf-8"))
+    code = 0
     try:
         with processes(int(os.environ["DEEPNMT_THREADS"]), group=True) as ranks:
             result = work(job, ranks)
@@ -100,7 +102,8 @@ def answer_job(work: Callable[[dict[str, Any], Ranks], Any]) -> None:
     except UserError as error:
         with contextlib.suppress(FileExistsError), _error_file(answer).open("x", encoding="utf-8") as file:
             file.write(str(error))
-        sys.exit(2)
+        code = 2
+    end_process(code)
 
 
 def _error_file(answer: Path) -> Path:

@@ -1,6 +1,9 @@
-"""All commands: unknown and missing arguments, Ctrl-C."""
+"""All commands: unknown and missing arguments, Ctrl-C, how a process ends."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -86,3 +89,17 @@ def test_ctrl_c(
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert main(None, ["prepare", "recipe.yaml"]) == 130
     assert capsys.readouterr() == ("", said)
+
+
+def test_a_process_ends_before_python_is_taken_apart() -> None:
+    """What was printed, was left open or is to be done at the end is not lost."""
+    program = (
+        "import atexit, os, sys, deepnmt.cli as cli\n"
+        "class Late:\n"
+        "    def __del__(self): os.write(1, b'taken apart')\n"
+        "late = Late()\n"
+        "atexit.register(print, 'at the end')\n"
+        "cli.COMMANDS['prepare'] = lambda words: print('printed') or 76\n"
+        "cli.entry('prepare')\n")
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (76, "printed\nat the end\n")

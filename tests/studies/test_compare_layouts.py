@@ -13,6 +13,7 @@ import pytest
 from warm import Warm
 
 from studies.__main__ import main
+from studies.benchmarks import workers
 
 SMALL = ["--vocab", "50", "--tokens", "48", "--micro-batches", "2"]
 
@@ -20,6 +21,7 @@ SMALL = ["--vocab", "50", "--tokens", "48", "--micro-batches", "2"]
 def worker(module: str, *files: str) -> None:
     """Runs on each rank: the program that `run_workers` starts, with the files of a job and its answer."""
     os.environ["DEEPNMT_THREADS"], sys.argv = "1", [module, *files]
+    workers.end_process = lambda code: None  # type: ignore[assignment,misc]
     runpy.run_module(module, run_name="__main__")
 
 

@@ -32,6 +32,7 @@ def run(work: Work, monkeypatch: pytest.MonkeyPatch) -> Any:
                 yield Ranks(rank, 2, rank, 2, torch.device("cpu"))
 
             monkeypatch.setattr(workers, "processes", processes)
+            monkeypatch.setattr(workers, "end_process", sys.exit)
             monkeypatch.setattr(sys, "argv", ["worker", *command[-2:]])
             monkeypatch.setenv("DEEPNMT_THREADS", env["DEEPNMT_THREADS"])
             try:
