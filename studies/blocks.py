@@ -36,8 +36,8 @@ from deepnmt.evaluate.evaluate import load_test_sets
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.files import make_parent_folder, make_run_folder
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status

@@ -31,8 +31,8 @@ from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status

@@ -26,7 +26,7 @@ from deepnmt.files import drop_partial_line, markdown_table
 from deepnmt.model.loss import LossSums
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import Layout
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import figures
 from deepnmt.tasks.language_model.text import PreparedText, blocks_of

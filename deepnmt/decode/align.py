@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.model.attention import AttentionHook, layer_index
+from deepnmt.model.attention_weights import AttentionHook, layer_index
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.model.transformer import Transformer
 

@@ -8,9 +8,9 @@ from deepnmt.model.admin import AdminProfile
 from deepnmt.model.init import Initialiser
 from deepnmt.model.transformer import fill_with_nan
 from deepnmt.parallel.compiled import compile_layers
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Build, Engine, LocalEngine, build_of
 from deepnmt.parallel.pipeline.partition import Partition, cost_units, partition
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 
 

@@ -41,9 +41,9 @@ from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
 from deepnmt.optim.scaler import LossScaler, ScalerState
 from deepnmt.optim.schedules import set_rate
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Build, Reading
 from deepnmt.parallel.flat import update_flat
-from deepnmt.parallel.settings import Layout
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -29,6 +29,7 @@ from deepnmt.config import Recipe
 from deepnmt.model.blocks import set_clock
 from deepnmt.model.transformer import Transformer, fill_with_nan
 from deepnmt.parallel.deepspeed import DeepSpeedEngine, MasterWeights, cast_onto
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import (
     Build,
     Flags,
@@ -39,7 +40,6 @@ from deepnmt.parallel.engine import (
     gradient_norm,
     read_sums,
 )
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.host import give_memory_back
 
 

@@ -30,8 +30,8 @@ from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
+from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.parallel.settings import Layout, layout_of
 from deepnmt.processes.launch import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status

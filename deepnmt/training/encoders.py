@@ -29,8 +29,8 @@ from deepnmt.folders import MANIFEST
 from deepnmt.model.encoder import Encoder, EncoderInitialiser
 from deepnmt.model.init import Source
 from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout, layout_of
 from deepnmt.processes.launch import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import agree

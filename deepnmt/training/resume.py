@@ -29,7 +29,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
 from deepnmt.folders import MANIFEST
 from deepnmt.optim.optimizers import moment_names
-from deepnmt.parallel.settings import data_ranks
+from deepnmt.parallel.ds_config import data_ranks
 from deepnmt.processes.agreement import agree_on_folder
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status

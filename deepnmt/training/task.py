@@ -17,8 +17,8 @@ from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
 from deepnmt.data.batching import Position
 from deepnmt.errors import UserError
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import Batches
 from deepnmt.visitors import task_module

@@ -21,8 +21,8 @@ from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.optim.schedules import warmup_note
+from deepnmt.parallel.ds_config import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.processes import heartbeat
 from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.processes.launcher import lost_launcher

@@ -9,8 +9,8 @@ from deepnmt.config import Recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.model.admin import AdminProfile
 from deepnmt.parallel.build import partition_of, start_engine
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.dry_run import check_memory
 from deepnmt.training.fine_tuning import trained_weights

@@ -27,9 +27,9 @@ from deepnmt.config import Model, check_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.files import read_log, write_json
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import StepStats
 from deepnmt.parallel.pipeline.partition import multiply_adds
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD

@@ -24,8 +24,8 @@ from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, make_run_folder, table, write_json
 from deepnmt.parallel.build import partition_of, start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tokens import PAD

@@ -16,7 +16,7 @@ from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.files import make_parent_folder, table, write_json
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from studies.benchmarks.gpu_measure import random_batch

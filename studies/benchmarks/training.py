@@ -32,7 +32,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
 from deepnmt.model.positions import sinusoids
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import count_gpus
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status

@@ -45,7 +45,7 @@ from deepnmt.extras.fetch.fetch import Text, is_there, read_record
 from deepnmt.files import read_log
 from deepnmt.model.admin import AdminProfile
 from deepnmt.model.blocks import SIDES
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.training.log import Monitor
 from deepnmt.training.resume import changes_since
 

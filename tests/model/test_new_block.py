@@ -23,7 +23,7 @@ from deepnmt.files import read_log
 from deepnmt.model.blocks import BLOCKS, Block
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.training.task import find_task
 

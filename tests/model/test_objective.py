@@ -23,7 +23,7 @@ from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.objective import CrossEntropy, RDrop, objective_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import FINISHED, train

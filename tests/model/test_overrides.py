@@ -13,7 +13,7 @@ from refusals import user_error
 from tiny_engines import batches, build, parallel, recipe_with
 
 from deepnmt.model import dropout, overrides, sublayers
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 
 CPU = torch.device("cpu")

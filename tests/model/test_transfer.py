@@ -18,8 +18,8 @@ from deepnmt.model.transfer import Factors, factors_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key, parameter_groups
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import LocalEngine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 
 SMALL = {"width": 16, "heads": 4, "ffn": 32}

@@ -20,8 +20,8 @@ from deepnmt.model.init import new_model
 from deepnmt.optim.optimizers import build_optimizer, moment_names
 from deepnmt.optim.scaler import LossScaler
 from deepnmt.optim.schedules import learning_rate, warmup_note
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import LocalEngine, clip_gradients, gradient_norm
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates

@@ -14,7 +14,7 @@ from warm import Warm
 
 from deepnmt.config import Recipe
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 
 PUBLISHED = {"init": "published"}

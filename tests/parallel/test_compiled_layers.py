@@ -19,7 +19,7 @@ from deepnmt.model.objective import CrossEntropy
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel import compiled
 from deepnmt.parallel.compiled import compile_layers
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))

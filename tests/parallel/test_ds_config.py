@@ -12,7 +12,7 @@ from tiny_engines import ROOT, recipe_with
 
 from deepnmt.config import Precision, Recipe
 from deepnmt.errors import UserError
-from deepnmt.parallel.settings import layout_of, untested_deepspeed
+from deepnmt.parallel.ds_config import layout_of, untested_deepspeed
 
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))
 Write = Callable[..., Path]
@@ -153,7 +153,7 @@ def test_a_json_without_end_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_untested_deepspeed_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.8")
+    monkeypatch.setattr("deepnmt.parallel.ds_config.version", lambda _: "0.19.8")
     assert untested_deepspeed() is None
-    monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
+    monkeypatch.setattr("deepnmt.parallel.ds_config.version", lambda _: "0.19.99")
     assert untested_deepspeed() == "DeepSpeed 0.19.99 is installed, but deepnmt was tested with 0.19.8 only"

@@ -8,7 +8,7 @@ from tiny_engines import ROOT, recipe_of
 from warm import Warm
 
 from deepnmt.errors import UserError
-from deepnmt.parallel.settings import check_with_deepspeed, layout_of
+from deepnmt.parallel.ds_config import check_with_deepspeed, layout_of
 
 # section, its keys, and the message; each with ZeRO-1 in fp16
 TYPOS: list[tuple[str, dict[str, Any], str]] = [

@@ -20,8 +20,8 @@ from warm import Warm
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 

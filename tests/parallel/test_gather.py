@@ -19,8 +19,8 @@ from deepnmt.config import Recipe, Translate, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.decode.translate import translate_lines
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import SourceUse

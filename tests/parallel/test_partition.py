@@ -14,9 +14,9 @@ from deepnmt.config.choices import BLOCKS, TYINGS
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.pipeline.boundary import Boundary
 from deepnmt.parallel.pipeline.partition import Partition, Unit, cost_units, partition, unit_names
-from deepnmt.parallel.settings import layout_of
 
 
 def model(encoder: int, decoder: int, width: int = 16) -> Model:

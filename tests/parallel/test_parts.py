@@ -18,7 +18,7 @@ from deepnmt.optim.groups import is_in
 from deepnmt.optim.optimizers import build_optimizer
 from deepnmt.optim.schedules import set_rate
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 
 UPDATES, DECAY = 20, 0.9

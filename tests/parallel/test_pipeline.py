@@ -25,9 +25,9 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.model.init import Initialiser
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.pipeline.partition import Partition, cost_units
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 

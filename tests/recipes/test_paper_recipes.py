@@ -11,7 +11,7 @@ import yaml
 
 from deepnmt.config import load_recipe
 from deepnmt.device import CARDS, RESERVED
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.training.dry_run import count_parameters, largest_micro_batch, memory_estimate
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,7 +23,7 @@ from warm import Warm, without_pictures
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.deepspeed import check_device
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.training.trainer import FINISHED, train
 from studies.__main__ import main

@@ -10,7 +10,7 @@ from typing import Any
 from warm import Warm
 
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.state import TrainState

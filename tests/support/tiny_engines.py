@@ -14,8 +14,8 @@ from torch import Tensor
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 

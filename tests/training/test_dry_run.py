@@ -21,7 +21,7 @@ from deepnmt.data.batching import plan_epoch
 from deepnmt.data.prepared import PreparedData
 from deepnmt.model.init import new_model
 from deepnmt.parallel.build import partition_of
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.dry_run import check_memory, count_parameters, describe, memory_estimate
 

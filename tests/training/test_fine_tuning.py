@@ -23,7 +23,7 @@ from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
 from deepnmt.model.init import fill, new_model
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.validate import validate
 from deepnmt.training.fine_tuning import trained_weights

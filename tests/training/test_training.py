@@ -97,7 +97,7 @@ def test_the_status_is_as_new_as_the_progress_line_and_an_untested_deepspeed_is_
     monkeypatch.setattr(os, "environ", os.environ.copy())  # later tests must not use this group's port
     monkeypatch.setattr("deepnmt.training.reporters.print_status", lambda line: found.append(
         (line.split("/")[0], json.loads((tmp_path / "run" / "STATUS.json").read_text()))))
-    monkeypatch.setattr("deepnmt.parallel.settings.version", lambda _: "0.19.99")
+    monkeypatch.setattr("deepnmt.parallel.ds_config.version", lambda _: "0.19.99")
     recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path / 'run'}", "train.updates=3",
                                                     "parallel.ds_config=ds_configs/zero1.json"])
     with processes(1, group=True) as ranks:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
-from deepnmt.model.attention import AttentionHook, layer_index
+from deepnmt.model.attention_weights import AttentionHook, layer_index
 from deepnmt.model.loss import LossSums, Objective
 from deepnmt.model.transformer import Transformer
 

@@ -14,7 +14,7 @@ from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData
 from deepnmt.decode.align import align
 from deepnmt.extras.alignment.annotations import Links
-from deepnmt.model.attention import layer_index
+from deepnmt.model.attention_weights import layer_index
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks

@@ -40,10 +40,10 @@ from deepnmt.model.loss import LossSums
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import BuildStage, Flags, Reading, StepStats, build_of, figures_of, read_sums, stage_of
 from deepnmt.parallel.pipeline.boundary import Boundary
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 
 

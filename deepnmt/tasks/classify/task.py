@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from deepnmt.model.encoder import class_losses
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.classify.data import ClassifyData, LabelledStream, open_examples
 from deepnmt.tasks.classify.metrics import count, scores

@@ -12,8 +12,8 @@ from deepnmt.data.batching import plan_eval
 from deepnmt.data.examples import ExampleStream
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.model.admin import AdminProfile
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.training.dry_run import micro_batches, plan_of

@@ -12,8 +12,8 @@ import torch
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.examples import ExampleStream
 from deepnmt.model.encoder import class_losses
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.masked_lm.data import MaskedText
 from deepnmt.tasks.masked_lm.masking import MASK

@@ -9,8 +9,8 @@ from typing import Any
 from deepnmt.data.batching import plan_eval
 from deepnmt.device import release
 from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout, layout_of
 from deepnmt.processes.launch import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.speech.data import SpeechStream

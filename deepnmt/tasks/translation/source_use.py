@@ -34,7 +34,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
-from deepnmt.model.attention import AttentionHook
+from deepnmt.model.attention_weights import AttentionHook
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.parallel.engine import Engine

@@ -13,8 +13,8 @@ from deepnmt.data.batching import Stream
 from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.evaluate.metrics import make_scorers, outside_of
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_validation_text, settled
 from deepnmt.tasks.translation.validate import validate

@@ -10,7 +10,7 @@ from small_models import VOCAB, batch, batch_of, shapes
 from torch import Tensor
 
 from deepnmt.extras.alignment.objective import Guided, alignment_loss
-from deepnmt.model.attention import attention_scores, layer_index
+from deepnmt.model.attention_weights import attention_scores, layer_index
 from deepnmt.model.init import Initialiser, fill
 from deepnmt.model.objective import CrossEntropy, Objective, RDrop
 from deepnmt.model.sublayers import key_mask, split_heads

@@ -19,7 +19,7 @@ from deepnmt.checkpoint.checkpoint import WEIGHTS
 from deepnmt.cli import main
 from deepnmt.files import read_log
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.training.state import Interval
 

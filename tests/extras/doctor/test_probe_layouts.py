@@ -11,7 +11,7 @@ from warm import Warm
 
 from deepnmt.extras.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 
 MICRO_BATCHES = 2

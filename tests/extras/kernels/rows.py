@@ -32,8 +32,8 @@ from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.sublayers import key_mask
 from deepnmt.model.transformer import Transformer, build_layer
 from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import LocalEngine
-from deepnmt.parallel.settings import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.dry_run import memory_estimate
 from deepnmt.training.state import TrainState

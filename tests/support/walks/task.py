@@ -15,8 +15,8 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import Position, Update
 from deepnmt.model.loss import LossSums, label_smoothed_loss
 from deepnmt.parallel.build import build_engine
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.parallel.settings import Layout
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import PAD
 from deepnmt.training.task import Task, Validation

@@ -21,7 +21,7 @@ from deepnmt.cli import main
 from deepnmt.config import Vocab, check_recipe, load_recipe
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.model.init import fill
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.classify.data import open_examples
 from deepnmt.tasks.classify.metrics import count, interval, scores

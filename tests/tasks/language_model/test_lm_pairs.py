@@ -32,7 +32,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.model.init import new_model
 from deepnmt.parallel.build import start_engine
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import TASK

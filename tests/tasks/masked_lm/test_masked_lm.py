@@ -22,7 +22,7 @@ from deepnmt.config import check_recipe, load_recipe
 from deepnmt.config.encoders import EncoderModel
 from deepnmt.files import read_log
 from deepnmt.model.init import fill
-from deepnmt.parallel.settings import layout_of
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.masked_lm.masking import FIXED, MASK, count_masked, mask
 from deepnmt.tasks.masked_lm.model import build_of
