@@ -19,7 +19,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 _ROOMS = [room for room in (*_TESTS.iterdir(), *_TESTS.glob("extras/*")) if room.is_dir()]
 _PATHS = ":".join(map(str, (_TESTS.parent, *_ROOMS)))
 _CODE = "import sys; sys.path[:0] = sys.argv[1].split(':'); import importlib; m, f = sys.argv[2].split(':'); " \
-        "getattr(importlib.import_module(m), f)(*sys.argv[3:])"
+        "getattr(importlib.import_module(m), f)(*sys.argv[3:]); from deepnmt.cli import end_process; end_process(0)"
 
 
 def run_on_ranks(world: int, target: str, *arguments: str, timeout: float = 600) -> None:

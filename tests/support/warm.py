@@ -2,7 +2,7 @@
 
 Imports take five seconds and more, a tiny training run one. `Warm` talks to this file, started as a program: it reads a
 job a line and answers with the process ids once they are forked, and with their exit codes once all have ended. A
-forked process ends as any Python does, exit handlers and destructors included.
+forked process ends as deepnmt's programs do.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ def without_pictures() -> None:
     plots.plot_admin_profile = plots.plot_learning_curve = lambda *_: None
 
 
-def serve() -> int:
-    """Reads jobs; a forked process leaves through here with the exit code of its function."""
+def serve() -> None:
+    """Reads jobs. A forked process ends with the exit code of its function."""
+    from deepnmt.cli import end_process
     from deepnmt.processes.host import quiet_libraries
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -173,12 +174,11 @@ def serve() -> int:
         for rank in range(job["world"]):
             pid = os.fork()
             if pid == 0:
-                return rank_of(job, rank)
+                end_process(rank_of(job, rank))
             pids.append(pid)
         print(json.dumps(pids), file=answers)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(json.dumps({"codes": codes}), file=answers)
-    return 0
 
 
 def rank_of(job: dict[str, Any], rank: int) -> int:
@@ -197,4 +197,4 @@ def rank_of(job: dict[str, Any], rank: int) -> int:
 if __name__ == "__main__":
     rooms = (*TESTS.iterdir(), *TESTS.glob("extras/*"), *TESTS.glob("tasks/*"))
     sys.path[:0] = [str(ROOT), *(str(room) for room in rooms if room.is_dir())]
-    sys.exit(serve())
+    serve()
