@@ -50,6 +50,7 @@ class EncoderModel(Model):
                         "encoder.layers to 1 or more")
             return
         yield from self.of_layers._faults_of("encoder")
+        yield from self._faults_of_bands()
         if self.encoder.facts.profiled:
             yield Fault(("encoder.block",), f"encoder.block ({self.encoder.block}) needs a profile, which is measured "
                         "in translation alone; set it to admin_closed_form")
@@ -90,6 +91,11 @@ class EncoderRecipe(Recipe):
     def faults(self) -> Iterator[Fault]:
         yield from self._unknown_names()
         yield from self._faults_of_schedule()
+        yield from self._faults_of_beginning()
+        yield from self._without_effect("translate", "metrics")
+        if not self.vocab.shared or self.vocab.tags:
+            yield Fault(("vocab.shared", "vocab.tags"), "vocab.shared: false and vocab.tags are of translation and "
+                        f"have no effect with task: {self.task}; remove them")
         if stages := self.parallel.pipeline_stages:
             yield Fault(("parallel.pipeline_stages",), f"parallel.pipeline_stages ({stages}) is not offered with task: "
                         f"{self.task}, whose first and last part share a table and more; set it to 0, and "

@@ -1317,6 +1317,12 @@ class Recipe(Section):
                 yield Fault((f"train.{name}",), f"train.{name} ({value}) is not offered with task: {self.task}; "
                             "remove it")
 
+    def _without_effect(self, *sections: str) -> Iterator[Fault]:
+        """Sections that a task does not read."""
+        for name in sections:
+            if getattr(self, name) != type(self).default(name):
+                yield Fault((name,), f"{name} has no effect with task: {self.task}; remove it")
+
     def _faults_of_schedule(self) -> Iterator[Fault]:
         schedule, train = self.schedule, self.train
         if schedule.name in SCHEDULES and SCHEDULES[schedule.name].until_end and schedule.warmup >= train.updates:

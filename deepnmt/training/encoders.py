@@ -36,9 +36,14 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status
 from deepnmt.training.dry_run import plan_by_shapes, shapes_by_name
-from deepnmt.training.fine_tuning import find_trained
+from deepnmt.training.fine_tuning import check_parts, find_trained
 
 BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
+
+
+def check_encoder(recipe: EncoderRecipe, build: BuildEncoder) -> None:
+    """Raises `UserError` if a part that `train.freeze` or `optimizer.lr_factors` names is not in the model."""
+    check_parts(recipe, lambda recipe: build(lambda part: None))
 
 
 def start_encoder(
@@ -135,6 +140,7 @@ def plan_encoder(recipe: EncoderRecipe, build: BuildEncoder, data: Mapping[str, 
     Raises:
         UserError: training would reject the layout.
     """
+    check_encoder(recipe, build)
     model, rows = recipe.model, dict(data)
     if recipe.train.init_from is not None:
         rows["begins with"] = f"the encoder of {find_trained(recipe)}"

@@ -16,7 +16,7 @@ from deepnmt.tasks.classify.data import ClassifyData, LabelledStream, open_examp
 from deepnmt.tasks.classify.metrics import count, scores
 from deepnmt.tasks.classify.model import build_of
 from deepnmt.tasks.classify.settings import ClassifyRecipe
-from deepnmt.training.encoders import evaluated, plan_encoder, start_encoder
+from deepnmt.training.encoders import check_encoder, evaluated, plan_encoder, start_encoder
 from deepnmt.training.task import Task, Validation
 
 
@@ -57,6 +57,6 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 
 TASK = Task(
-    check=lambda recipe: None, open=lambda recipe, texts: open_examples(recipe), verify=lambda data: None,
-    stream=_stream, start=_start, validate=validate, files=lambda data: data.vocab.files, plan=_plan,
-    describe=_describe)
+    check=lambda recipe: check_encoder(recipe, build_of(recipe, 8)),
+    open=lambda recipe, texts: open_examples(recipe), verify=lambda data: None, stream=_stream, start=_start,
+    validate=validate, files=lambda data: data.vocab.files, plan=_plan, describe=_describe)

@@ -174,6 +174,7 @@ class LanguageRecipe(Recipe):
             if self.translate != type(self).default("translate"):
                 yield Fault(("translate",), "translate has no effect with task: language_model but on pairs; give "
                             "deepnmt sample options such as --temperature")
+            yield from self._without_effect("metrics")
             if self.train.loss_on != "target":
                 yield Fault(("train.loss_on", "data.train"), f"train.loss_on ({self.train.loss_on}) is of pairs, src "
                             "and trg; remove it")

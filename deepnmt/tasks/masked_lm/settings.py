@@ -65,8 +65,6 @@ class MaskedRecipe(EncoderRecipe):
         if length > self.batch.tokens:
             yield Fault(("data.length", "batch.tokens"), f"batch.tokens ({self.batch.tokens}) must not be below "
                         f"data.length ({length}), to hold the longest sequence")
-        if self.vocab.tags:
-            yield Fault(("vocab.tags",), "vocab.tags have no effect with task: masked_lm; remove them")
 
 
 RECIPE = MaskedRecipe

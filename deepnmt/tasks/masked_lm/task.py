@@ -20,7 +20,7 @@ from deepnmt.tasks.masked_lm.masking import MASK
 from deepnmt.tasks.masked_lm.model import build_of
 from deepnmt.tasks.masked_lm.prepare import PreparedText
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe
-from deepnmt.training.encoders import evaluated, plan_encoder, start_encoder
+from deepnmt.training.encoders import check_encoder, evaluated, plan_encoder, start_encoder
 from deepnmt.training.task import Task, Validation
 
 
@@ -69,6 +69,6 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 
 TASK = Task(
-    check=lambda recipe: None, open=PreparedText.open, verify=PreparedText.verify, stream=_stream, start=_start,
-    validate=validate, files=lambda data: data.vocab.files, prepare=PreparedText.prepare, plan=_plan,
-    describe=_describe)
+    check=lambda recipe: check_encoder(recipe, build_of(recipe, 8)), open=PreparedText.open,
+    verify=PreparedText.verify, stream=_stream, start=_start, validate=validate,
+    files=lambda data: data.vocab.files, prepare=PreparedText.prepare, plan=_plan, describe=_describe)

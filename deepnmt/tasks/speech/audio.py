@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +70,13 @@ def features_of(utterance: Utterance, rate: int, max_frames: int) -> Features:
     """
     if not utterance.file.is_file():
         raise UserError(f"{utterance.where}: there is no such file; correct the path, which is from the list's folder")
-    ready = utterance.file.suffix == ".npy"
-    features = _ready(utterance) if ready else filter_banks(read_wave(utterance, rate), rate)
+    if utterance.file.suffix == ".npy":
+        features = _ready(utterance)
+    else:
+        samples = read_wave(utterance, rate)
+        if not np.isfinite(samples).all():
+            raise UserError(f"{utterance.where}: the audio holds what is no number (NaN or infinity); write it anew")
+        features = filter_banks(samples, rate)
     if not len(features):
         raise UserError(f"{utterance.where}: the audio is shorter than a frame of 25 ms; remove the line")
     if len(features) > max_frames:
@@ -82,25 +88,35 @@ def features_of(utterance: Utterance, rate: int, max_frames: int) -> Features:
 def _ready(utterance: Utterance) -> Features:
     try:
         features = np.load(utterance.file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
         raise UserError(f"{utterance.where}: the array cannot be read ({error}); write it anew with numpy.save"
                         ) from None
+    if not isinstance(features, np.ndarray):
+        raise UserError(f"{utterance.where}: the file holds several arrays, as numpy.savez writes them, and must hold "
+                        "one; write it anew with numpy.save")
     if features.ndim != 2 or features.shape[1] != BINS or features.dtype.kind != "f":
         raise UserError(f"{utterance.where}: the array has shape {list(features.shape)} of {features.dtype}, must be "
                         f"[frames, {BINS}] of floats")
+    with np.errstate(over="ignore"):  # it is infinity then
+        features = features.astype(np.float32)
     if not np.isfinite(features).all():
-        raise UserError(f"{utterance.where}: the array holds what is no number (NaN or infinity); write it anew")
-    return features.astype(np.float32)
+        raise UserError(f"{utterance.where}: the array holds what is no number in fp32 (NaN or infinity); write it "
+                        "anew")
+    return features
 
 
 def read_wave(utterance: Utterance, rate: int) -> Features:
     """The samples of an audio file, from -1 to 1. WAV of 16 bits needs no library. Raises `UserError`."""
     file = utterance.file
     head = file.open("rb").read(12)
-    if head[:4] == b"RIFF" and struct.unpack("<I", head[4:8])[0] + 8 > file.stat().st_size:
-        raise UserError(f"{utterance.where}: the audio is truncated: its header promises more than the "
-                        f"{file.stat().st_size:,} bytes there are; get the file again")
-    samples, its_rate = _plain_wave(file) or _any_audio(utterance)
+    truncated = UserError(f"{utterance.where}: the audio is truncated: its header promises more than the "
+                          f"{file.stat().st_size:,} bytes there are; get the file again")
+    if head[:4] == b"RIFF" and (len(head) < 8 or struct.unpack("<I", head[4:8])[0] + 8 > file.stat().st_size):
+        raise truncated
+    plain = _plain_wave(file)
+    if plain is not None and len(plain[0]) < plain[2]:
+        raise truncated
+    samples, its_rate = _any_audio(utterance) if plain is None else plain[:2]
     if its_rate != rate:
         raise UserError(f"{utterance.where}: the audio has {its_rate:,} samples a second, but data.sample_rate is "
                         f"{rate:,}; convert it, for example with sox FILE -r {rate} OTHER.wav")
@@ -110,15 +126,18 @@ def read_wave(utterance: Utterance, rate: int) -> Features:
     return samples
 
 
-def _plain_wave(file: Path) -> tuple[Features, int] | None:
-    """The samples and the rate of a WAV of 16-bit integers; None if the file is another."""
+def _plain_wave(file: Path) -> tuple[Features, int, int] | None:
+    """The samples that are there and the rate of a WAV of 16-bit integers, and how many samples its header promises;
+    None if the file is another."""
     try:
         with wave.open(str(file), "rb") as audio:
             if audio.getsampwidth() != 2:
                 return None
-            samples = np.frombuffer(audio.readframes(audio.getnframes()), "<i2").astype(np.float32) / np.float32(2**15)
-            channels = audio.getnchannels()
-            return samples if channels == 1 else samples.reshape(-1, channels), audio.getframerate()
+            channels, promised = audio.getnchannels(), audio.getnframes()
+            content = audio.readframes(promised)
+            content = content[:len(content) // (2 * channels) * 2 * channels]  # whole ones
+            samples = np.frombuffer(content, "<i2").astype(np.float32) / np.float32(2**15)
+            return samples if channels == 1 else samples.reshape(-1, channels), audio.getframerate(), promised
     except (wave.Error, EOFError, ValueError):
         return None
 

@@ -60,7 +60,7 @@ def evaluate(words: list[str]) -> None:
     settable(args, "evaluate", "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
     from deepnmt.evaluate.evaluate import text_name
-    from deepnmt.files import write_json, write_text
+    from deepnmt.files import reporting, write_json, write_text
     from deepnmt.tasks.speech.recognise import score_lists
 
     with processes_of(recipe) as ranks:
@@ -69,11 +69,12 @@ def evaluate(words: list[str]) -> None:
         if scored is not None:
             report, texts, checkpoint = scored
             folder = Path(recipe.run) / "scores"
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, lines in texts.items():
-                write_text(folder / f"{text_name(name)}.hyp", "".join(f"{line}\n" for line in lines))
-            write_json(Path(recipe.run) / "scores.json", {**report.as_json(), "checkpoint": str(checkpoint),
-                                                          "translate": recipe.translate.model_dump()}, indent=1)
+            with reporting(str(folder), "free disk space, or give write permission"):
+                folder.mkdir(parents=True, exist_ok=True)
+                for name, lines in texts.items():
+                    write_text(folder / f"{text_name(name)}.hyp", "".join(f"{line}\n" for line in lines))
+                write_json(Path(recipe.run) / "scores.json", {**report.as_json(), "checkpoint": str(checkpoint),
+                                                              "translate": recipe.translate.model_dump()}, indent=1)
             print(report.table())
 
 

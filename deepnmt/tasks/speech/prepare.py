@@ -53,7 +53,7 @@ class PreparedSpeech(PreparedFolder):
 
     def texts(self) -> list[str]:
         """The transcripts of the validation."""
-        return self.path("valid.txt").read_text("utf-8").splitlines()
+        return self.path("valid.txt").read_bytes().decode("utf-8").split("\n")[:-1]
 
     @classmethod
     def write(cls, recipe: SpeechRecipe, folder: Path) -> dict[str, dict[str, int]]:

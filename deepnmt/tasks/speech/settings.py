@@ -118,7 +118,10 @@ class SpeechRecipe(Recipe):
 
     def faults(self) -> Iterator[Fault]:
         yield from self._unknown_names()
+        yield from self._faults_of_training()
         yield from self._faults_of_schedule()
+        yield from self._faults_of_beginning()
+        yield from self._without_effect("metrics")
         data, longest = self.data, self.model.max_length
         if data.max_frames > self.batch.tokens:
             yield Fault(("batch.tokens", "data.max_frames"), f"batch.tokens ({self.batch.tokens}) must not be below "
@@ -138,6 +141,15 @@ class SpeechRecipe(Recipe):
         if self.translate.backend != "torch":
             yield Fault(("translate.backend",), f"translate.backend ({self.translate.backend}) translates text alone; "
                         "set it to torch")
+        if self.translate.method == "mbr":
+            yield Fault(("translate.method",), "translate.method (mbr) chooses among translations of text alone; set "
+                        "it to beam, greedy or sample")
+        if self.translate.choose != "score":
+            yield Fault(("translate.choose",), f"translate.choose ({self.translate.choose}) chooses among translations "
+                        "of text alone; remove it, and translate.candidates")
+        if not self.vocab.shared or self.vocab.tags:
+            yield Fault(("vocab.shared", "vocab.tags"), "vocab.shared: false and vocab.tags are of translation; remove "
+                        "them, speech has the vocabulary of its transcripts")
 
 
 RECIPE = SpeechRecipe

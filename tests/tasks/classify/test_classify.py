@@ -249,6 +249,8 @@ def test_faulty_examples(line: str, columns: dict[str, str], expected: str, fold
     (["data.columns={text: 1, label: x}"], "give them all by number, or all by name"),
     (["batch.tokens=100"], "tokens (100) has no effect with task: classify; set sentences instead"),
     (["train.best_by=bleu"], "train.best_by"),
+    (["train.freeze=[pooler]"], "train.freeze names 'pooler', but no parameter"),
+    (["translate.beam=7"], "translate has no effect with task: classify"),
     (["parallel.pipeline_stages=2", "parallel.ds_config=ds_configs/zero1.json"], "is not offered with task: classify"),
 ])
 def test_settings_that_are_refused(changes: list[str], expected: str, folder: Path, refused: Refused) -> None:

@@ -203,6 +203,7 @@ def test_a_vocabulary_of_another_text(tmp_path: Path) -> None:
     ({"train": {"best_by": "bleu"}}, r"train\.best_by \(bleu\) is of translation"),
     ({"data": {"documents": "yes"}}, r"data\.documents: is 'yes'"),
     ({"data": {"src_lang": "de"}}, "data: src_lang is of pairs, src and trg; remove it"),
+    ({"metrics": {"comet": {"command": "x {hyp}"}}}, "metrics has no effect with task: language_model"),
 ])
 def test_faulty_settings(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):

@@ -229,6 +229,15 @@ def test_a_run_begins_with_a_trained_one(prepared: Path, refused: Refused) -> No
     (["model.encoder.block=admin"], "encoder.block (admin) needs a profile"),
     (["train.r_drop=1"], "train.r_drop (1.0) is not offered with task: masked_lm"),
     (["model.tied=none"], "tied (none) has no effect"),
+    (["model.bands=[8]"], "bands ([8]) are for language models"),
+    (["translate.beam=7"], "translate has no effect with task: masked_lm"),
+    (["metrics={comet: {command: 'x {hyp}'}}"], "metrics has no effect with task: masked_lm"),
+    (["vocab.shared=false"], "vocab.shared: false and vocab.tags are of translation"),
+    (["vocab.tags=[<x>]"], "vocab.shared: false and vocab.tags are of translation"),
+    (["admin.profile=omega.json"], "admin.profile (omega.json) needs block: admin"),
+    (["model.encoder.ramp=5", "train.init_from=other"], "model.encoder.ramp (5) would begin with a trained model"),
+    (["train.freeze=[decoder]"], "train.freeze names 'decoder', but no parameter"),
+    (["optimizer.lr_factors={decoder: 0.1}"], "optimizer.lr_factors names 'decoder', but no parameter"),
 ])
 def test_settings_that_are_refused(changes: list[str], expected: str, prepared: Path, refused: Refused) -> None:
     assert expected in refused("train", write(prepared), "--dry-run", *changes)

@@ -361,6 +361,11 @@ def faulty(folder: Path, line: str) -> str:
     ("bad.npy\tdo", "train.tsv, line 2 (bad.npy): the array has shape [5, 40] of float32, must be [frames, 80]"),
     ("nan.npy\tdo", "train.tsv, line 2 (nan.npy): the array holds what is no number"),
     ("text.npy\tdo", "train.tsv, line 2 (text.npy): the array cannot be read"),
+    ("zip.npy\tdo", "train.tsv, line 2 (zip.npy): the array cannot be read"),
+    ("many.npy\tdo", "train.tsv, line 2 (many.npy): the file holds several arrays"),
+    ("huge.npy\tdo", "train.tsv, line 2 (huge.npy): the array holds what is no number in fp32"),
+    ("head.wav\tdo", "train.tsv, line 2 (head.wav): the audio is truncated"),
+    ("less.wav\tdo", "train.tsv, line 2 (less.wav): the audio is truncated"),
 ])
 def test_faulty_utterances(line: str, expected: str, tmp_path: Path, refused: Refused) -> None:
     """A sentence with list, line and file, and no folder."""
@@ -373,6 +378,13 @@ def test_faulty_utterances(line: str, expected: str, tmp_path: Path, refused: Re
     np.save(tmp_path / "bad.npy", np.zeros((5, 40), np.float32))
     np.save(tmp_path / "nan.npy", np.full((5, BINS), np.nan, np.float32))
     (tmp_path / "text.npy").write_text("no array", encoding="utf-8")
+    (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04")
+    with open(tmp_path / "many.npy", "wb") as several:
+        np.savez(several, one=np.zeros((5, BINS)), two=np.zeros((5, BINS)))
+    np.save(tmp_path / "huge.npy", np.full((5, BINS), 1e300))
+    (tmp_path / "head.wav").write_bytes(b"RIFF\0")
+    whole = (tmp_path / "good.wav").read_bytes()  # cut, where the size of the file is right and that of samples is not
+    (tmp_path / "less.wav").write_bytes(whole[:4] + (2993).to_bytes(4, "little") + whole[8:3001])
     said = refused("prepare", file, "vocab.size=12")
     assert expected in said and not (tmp_path / "data").exists()
 
@@ -385,6 +397,21 @@ def test_a_truncated_flac(tmp_path: Path, refused: Refused) -> None:
     assert re.search(r"line 2 \(cut.flac\): the audio .*truncated", refused("prepare", file, "vocab.size=12"))
     (tmp_path / "cut.flac").write_text("no audio", encoding="utf-8")
     assert "line 2 (cut.flac): the audio cannot be read" in refused("prepare", file, "vocab.size=12")
+    file = faulty(tmp_path, "nan.wav\tdo")
+    soundfile.write(tmp_path / "nan.wav", np.full(8000, np.nan), RATE, subtype="FLOAT")
+    assert "line 2 (nan.wav): the audio holds what is no number" in refused("prepare", file, "vocab.size=12")
+
+
+def test_a_transcript_with_separators_is_one_line(tmp_path: Path) -> None:
+    """Else the validation would compare what it hears with the transcripts of other utterances."""
+    make_list(tmp_path, "train", 40, 1)
+    make_list(tmp_path, "valid", 3, 2)
+    first, *others = (tmp_path / "valid.tsv").read_text(encoding="utf-8").splitlines()
+    texts = [first.partition("\t")[2] + "\u2028do\x85re", *(line.partition("\t")[2] for line in others)]
+    (tmp_path / "valid.tsv").write_text("".join(f"valid{n}.wav\t{text}\n" for n, text in enumerate(texts)), "utf-8")
+    recipe = recipe_in(tmp_path)
+    PreparedSpeech.prepare(recipe)
+    assert PreparedSpeech.open(recipe).texts() == texts
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -395,6 +422,13 @@ def test_a_truncated_flac(tmp_path: Path, refused: Refused) -> None:
     (["model.encoder.block=admin"], "encoder.block (admin) needs a profile"),
     (["model.kernel=4"], "kernel (4) must be odd"),
     (["train.freeze=[convolution]"], "did you mean convolutions?"),
+    (["translate.method=mbr"], "translate.method (mbr) chooses among translations of text alone"),
+    (["translate.choose=mbr", "translate.candidates=2"], "translate.choose (mbr) chooses among translations of text"),
+    (["vocab.shared=false"], "vocab.shared: false and vocab.tags are of translation"),
+    (["vocab.tags=[<x>]"], "vocab.shared: false and vocab.tags are of translation"),
+    (["train.r_drop=1", "model.dropout=0"], "train.r_drop (1) has no effect because"),
+    (["admin.profile=omega.json"], "admin.profile (omega.json) needs block: admin"),
+    (["metrics={comet: {command: 'x {hyp}'}}"], "metrics has no effect with task: speech"),
 ])
 def test_settings_that_are_refused(changes: list[str], expected: str, prepared: Path, refused: Refused) -> None:
     assert expected in refused("train", write(prepared), "--dry-run", *changes)
