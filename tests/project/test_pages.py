@@ -123,7 +123,7 @@ def ours(words: list[str]) -> tuple[Callable[..., int], list[str]] | None:
         if word == "deepnmt" and words[number - 1] in ("deepnmt", "-m", "--module", "python"):
             return main, words[number + 1:]
         if word.startswith("tools/"):
-            command = re.search(r'main\("([a-z-]+)"\)', (ROOT / word).read_text(encoding="utf-8"))
+            command = re.search(r'entry\("([a-z-]+)"\)', (ROOT / word).read_text(encoding="utf-8"))
             assert command, word
             return main, [command[1], *words[number + 1:]]
     return None
