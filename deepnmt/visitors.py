@@ -49,11 +49,10 @@ def task_modules(kind: str) -> list[ModuleType]:
 
 
 def task_module(name: str, kind: str) -> ModuleType | None:
-    """The module `kind` of a task; None if there is none."""
-    for module in task_modules(kind):
-        if module.__name__.split(".")[-2] == name:
-            return module
-    return None
+    """The module `kind` of a task; None if there is none. Those of the other tasks are not imported."""
+    if not name.isidentifier() or not (PACKAGE / "tasks" / name / f"{kind}.py").is_file():
+        return None
+    return import_module(f"deepnmt.tasks.{name}.{kind}")
 
 
 def task_lines() -> dict[str, str]:
