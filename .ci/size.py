@@ -21,7 +21,7 @@ BUDGETS = {
     "deepnmt/parallel": 14_150, "deepnmt/processes": 10_300, "deepnmt/training": 17_550,
     "deepnmt/tasks": 32_350,
     "deepnmt": 17_050,  # its own files, not those of the rooms
-    "deepnmt/extras": 89_500, "studies": 60_000, "tests": 367_500,
+    "deepnmt/extras": 89_500, "studies": 60_000, "tests": 368_000,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -36,7 +36,7 @@ def consolidate(source: Path, target: Path) -> Path:
         FolderWriteError: it cannot be written.
     """
     source = find_checkpoint(source, "newest")
-    target = check_target(target, "the consolidated checkpoint")
+    target = check_target(target, "the consolidated checkpoint", resumes=True)
     manifest = verify_files(source, None)
     if manifest["format"] != folders.SHARDED:
         raise UserError(f"{source} is in one file already; it can be used as it is")

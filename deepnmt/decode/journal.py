@@ -191,7 +191,7 @@ class Journal:
         if not self._ranks.first or not self.folder.exists():
             return
         done = self._done()
-        if done:
+        if done or self._part != WHOLE:  # others may be at work on theirs
             print_status(f"{len(done):,} chunks of lines are in {self.folder}; the same command continues")
         else:
             shutil.rmtree(self.folder, ignore_errors=True)

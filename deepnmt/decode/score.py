@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deepnmt import config
+from deepnmt.data.text import ending
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.formats import WRITERS
 from deepnmt.decode.models import Folders, load_models, max_length
@@ -176,7 +177,7 @@ def _tab_separated(source: str) -> Iterator[tuple[str, list[Given]]]:
 def _side_by_side(source: str, translations: str) -> Iterator[tuple[str, list[Given]]]:
     """The lines of the source with their translations."""
     for number, (sentence, line) in enumerate(in_step(source, translations), start=1):
-        if not translations.endswith(".jsonl"):
+        if ending(translations) != "jsonl":
             yield sentence, [Given(line)]
             continue
         try:

@@ -143,13 +143,16 @@ def translate_files(
         others = either(FORMATS.where(lambda row: row.many))
         raise UserError(f"translate.nbest is {settings.nbest}, but the format {output_format} holds one translation a "
                         f"line; choose the format {others}, or set translate.nbest=1")
+    if references and settings.choose in ("score", "mbr"):
+        raise UserError(f"references ({references}) have no effect because translate.choose is {settings.choose}; set "
+                        "translate.choose to chrf, and translate.candidates, or leave them out")
     beside = [name for name in (prefixes, references) if name]
     lines_out = check_files([source, *beside], target, ranks)
-    if alignments == target:
-        raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
     outputs = [lines_out]
     if alignments:
-        outputs.append(check_files([source], alignments, ranks))
+        if os.path.realpath(alignments) == os.path.realpath(target):
+            raise UserError(f"alignments and translations would go into the same file, {target}; give a file for each")
+        outputs.append(check_files([source, *beside], alignments, ranks))
     if part != WHOLE and lines_out and lines_out.exists() and not parts_folder(lines_out).exists():
         print_status(f"{lines_out} is there already; remove it to have it made again")
         return 0
@@ -240,6 +243,9 @@ def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | Non
             raise UserError(f"output {out} is the input file itself; give another output file")
     if out is not None and out.is_dir():
         raise UserError(f"output {out} is a folder; give the name of a file in it")
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"output {out} cannot be written: there is no folder {out.parent}; make it, or give a file in "
+                        "an existing one")
     return out
 
 
@@ -392,7 +398,7 @@ def translate_lines(
     texts = list(lines)
     known = None if references is None else list(references)
     begins = [""] * len(texts) if prefixes is None else list(prefixes)
-    _require_choosable(settings, known, judge)
+    require_choosable(settings, known, judge)
     count = settings.nbest
     settings = settings.model_copy(update={"nbest": max(count, settings.candidates)})
     encoded = _encode(model, vocabs, texts, begins, numbers or range(1, len(texts) + 1), warn)
@@ -404,7 +410,8 @@ def translate_lines(
     barred = tuple(trg_vocab.tags.values())
     if not settings.unknown:
         barred = (UNK, *barred)
-    results = [[Hypothesis("", 0.0, 0.0, 0, True)] for _ in texts]
+    nothing = Hypothesis("", 0.0, 0.0, 0, True, alignment=[] if aligned else None)
+    results = [[nothing] for _ in texts]
     layer = alignment_layer(model, settings.alignment_layer)
     device = model.output_weight.device
     remedy = f"lower translate.beam ({settings.beam:,}) or translate.batch_tokens ({settings.batch_tokens:,})"
@@ -486,11 +493,11 @@ def _hypothesis(candidate: Candidate, vocab: Vocabulary) -> Hypothesis:
                       candidate.ended, vocab.to_pieces(tokens))
 
 
-def _require_choosable(settings: config.Translate, references: Sequence[str] | None, judge: Judge | None) -> None:
+def require_choosable(settings: config.Translate, references: Sequence[str] | None, judge: Judge | None) -> None:
     """Raises `UserError` unless there is what `translate.choose` chooses by."""
     if settings.choose == "chrf" and references is None:
         raise UserError("translate.choose is chrf, against translations that are there already; name their file with "
-                        "--references, or set translate.choose to mbr or score")
+                        "--references, which translate alone has, or set translate.choose to mbr or score")
     if settings.choose not in ("score", "mbr", "chrf") and judge is None:
         raise UserError(f"translate.choose is {settings.choose}, which translate and evaluate can ask alone; set "
                         "translate.choose=score translate.candidates=1")

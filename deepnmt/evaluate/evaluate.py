@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,12 +90,15 @@ def evaluate_run(
         else:
             outer.append(metric)
     outside = outside_of(recipe) if outer else None
-    make_scorers(recipe.data.trg_lang, metrics, outside)
+    for lang in {test.lang or recipe.data.trg_lang for test in sets}:
+        make_scorers(lang, metrics, outside)
     if hypotheses and not ranks.first:
         return ""
     names = system_names([recipe.run, *[other.run for other in others.values()]])
     if output is not None:
         file = Path(output)
+        if file.is_dir():
+            raise UserError(f"scores cannot be written to {file}, which is a folder; give the name of a file in it")
     else:
         file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
     facts: dict[str, Any] = {}
@@ -158,7 +162,7 @@ def _unwritable(file: Path, error: OSError) -> UserError:
 
 def system_names(runs: Sequence[str]) -> list[str]:
     """The runs' own names, or their paths if two are the same."""
-    names = [Path(run).name for run in runs]
+    names = [Path(os.path.abspath(run)).name for run in runs]
     if len(set(names)) == len(names):
         return names
     if len(set(runs)) == len(runs):

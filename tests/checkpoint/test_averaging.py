@@ -315,5 +315,10 @@ def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_p
     with user_error("thesis exists and is not a checkpoint"):
         average_run(recipe, last=1, output=tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").read_text() == "1"
+    newest = _checkpoints(recipe) / "update-00000040"
+    before = sorted(newest.iterdir())
+    with user_error("update-00000040 is a checkpoint from which training can resume, as it cannot from the average"):
+        average_run(recipe, last=2, output=newest)
+    assert sorted(newest.iterdir()) == before
 
 

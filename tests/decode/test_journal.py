@@ -6,6 +6,7 @@ import gzip
 import lzma
 import re
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from deepnmt.data.parts import Part
 from deepnmt.data.text import read_lines
 from deepnmt.decode import sharing
 from deepnmt.decode.journal import parts_folder
-from deepnmt.decode.translate import in_step, translate_files
+from deepnmt.decode.translate import in_step, translate_files, translate_shards
 
 LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing",
          "the house " * 400]
@@ -141,8 +142,34 @@ def test_a_fault_keeps_what_is_done(checkpoint: Path, tmp_path: Path, small_chun
         with user_error("line 5: not valid UTF-8"):
             translate(checkpoint, tmp_path / "in", tmp_path / "out")
         assert "1 chunks of lines are in" in capsys.readouterr().err
-    with user_error(r"absent/out\.parts, which keeps what is done of the output, cannot be written: No such file"):
+    with user_error(r"output .*absent/out cannot be written: there is no folder .*absent; make it"):
         translate(checkpoint, tmp_path / "in", tmp_path / "absent" / "out")
+    with user_error(r"output .*absent/links cannot be written"):  # before anything is translated
+        translate(tmp_path / "no model", tmp_path / "in", tmp_path / "out", alignments=str(tmp_path / "absent/links"))
+
+
+def test_a_part_that_ends_early_leaves_the_others_their_folder(
+    checkpoint: Path, source: Path, tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it or they have finished a chunk."""
+    out, translations = tmp_path / "out", translate_shards
+
+    def interrupt(*_: Any, **__: Any) -> Iterator[Any]:
+        raise KeyboardInterrupt
+
+    def while_another_ends(*arguments: Any, **more: Any) -> Iterator[Any]:
+        monkeypatch.setattr("deepnmt.decode.translate.translate_shards", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            translate(checkpoint, source, out, part=Part(1, 2))
+        monkeypatch.setattr("deepnmt.decode.translate.translate_shards", translations)
+        return translations(*arguments, **more)
+
+    monkeypatch.setattr("deepnmt.decode.translate.translate_shards", while_another_ends)
+    translate(checkpoint, source, out, part=Part(2, 2))
+    assert not out.exists()
+    translate(checkpoint, source, out, part=Part(1, 2))
+    translate(checkpoint, source, tmp_path / "whole")
+    assert out.read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst", ".bz2"])

@@ -216,8 +216,17 @@ def test_alignments_are_written_beside_the_translations(loaded: LoadedModel, tmp
     for line, text, found in zip(links, LINES, objects, strict=True):
         best = found["hypotheses"][0]
         pairs = [tuple(map(int, link.split("-"))) for link in line.split()]
-        assert pairs == [tuple(pair) for pair in best.get("alignment", [])]
+        assert pairs == [tuple(pair) for pair in best["alignment"]]  # of an empty line, too
         assert all(s < len(text.split()) and t < len(best["text"].split()) for s, t in pairs)
         assert bool(pairs) == bool(best["pieces"])
     with user_error("alignments and translations would go into the same file"):
         translate_files(loaded.folder, str(tmp_path / "in"), "-", settings, alignments="-")
+    with user_error("alignments and translations would go into the same file"):
+        translate_files(loaded.folder, str(tmp_path / "in"), str(tmp_path / "new"), settings,
+                        alignments=f"{tmp_path}/../{tmp_path.name}/new")
+    begins = tmp_path / "begins"
+    begins.write_text("\n" * len(LINES), encoding="utf-8")
+    with user_error("begins is the input file itself"):
+        translate_files(loaded.folder, str(tmp_path / "in"), str(tmp_path / "new"), settings, prefixes=str(begins),
+                        alignments=str(begins))
+    assert begins.read_text() == "\n" * len(LINES) and not (tmp_path / "new").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from dataclasses import replace
@@ -84,6 +85,10 @@ def test_the_searchs_own_output_has_its_log_probabilities(method: str, run: Path
                 assert [piece["piece"] for piece in s["pieces"]] == h["pieces"] + ["</s>"] * h["ended"]
                 assert all(len(piece["top"]) == 2 for piece in s["pieces"])
     assert False in ended
+    (tmp_path / "h.jsonl.gz").write_bytes(gzip.compress((tmp_path / "h.jsonl").read_bytes()))
+    score_files(run, str(tmp_path / "in"), str(tmp_path / "h.jsonl.gz"), str(tmp_path / "again"), settings,
+                output_format="jsonl", pieces=True, top=2)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "s.jsonl").read_bytes()
 
 
 def score_together(folder: str, source: str, target: str) -> None:

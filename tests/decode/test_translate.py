@@ -153,6 +153,9 @@ def test_candidates_are_chosen_as_a_plain_reference_does(choose: str, method: st
         translate_lines(loaded.model, loaded.vocabs, LINES, settings.model_copy(update={"choose": "chrf"}))
     with user_error("translate.choose is mine, which translate and evaluate can ask alone"):
         translate_lines(loaded.model, loaded.vocabs, LINES, settings.model_copy(update={"choose": "mine"}))
+    for update in ({"nbest": 1, "choose": "mbr"}, {"nbest": 1, "choose": "score", "candidates": 1}):
+        with user_error(f"references .no. have no effect because translate.choose is {update['choose']}"):
+            translate_files(loaded.folder, "-", "-", settings.model_copy(update=update), references="no")
 
 
 def test_a_batch_is_fitted_to_the_memory(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.config.choices import metrics_called
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.decode.translate import translate_files, translate_lines
-from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file
+from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file, system_names
 from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines, score_systems
 from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
 from deepnmt.model.transformer import Transformer
@@ -346,6 +346,9 @@ def test_each_test_set_has_its_own_tag_and_language(tmp_path: Path) -> None:
     for call, lang, tokenizer in zip(read.call_args_list, ("de", "zh"), ("13a", "zh"), strict=True):
         assert call.args[1][:, 0].tolist() == [tags[f"<2{lang}>"]] * 3
         assert f"|tok:{tokenizer}|" in scores[lang]["bleu_signature"]
+    with patch.object(Transformer, "encode") as read, user_error("ROUGE"):  # of Chinese; it costs no translation
+        evaluate_run(recipe, metrics=["rouge1"])
+    read.assert_not_called()
 
 
 def test_other_scores_do_not_overwrite_the_runs_own(
@@ -429,6 +432,11 @@ def test_existing_translations_are_scored_and_compared(recipe: config.Recipe, tm
     assert "first: BLEU of good is +" in table
 
 
+def test_runs_are_called_by_their_folders_wherever_one_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert system_names([".", "runs/a/", "../b"]) == [tmp_path.name, "a", "b"]
+
+
 def test_scores_can_be_written_to_a_device_and_through_a_link(recipe: config.Recipe, tmp_path: Path) -> None:
     null, link = tmp_path / "null", tmp_path / "link.json"
     null.symlink_to("/dev/null")
@@ -457,6 +465,8 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
     with user_error(r"scores cannot be written to .*good\.de/x"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
+    with user_error(r"scores cannot be written to .*, which is a folder"):  # before a model is looked for
+        evaluate_run(recipe, ["first"], output=tmp_path)
     with user_error(r"so the checkpoint c would have no effect; give one of the two"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], checkpoints=["c"])
 

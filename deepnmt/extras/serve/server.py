@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from deepnmt import config
 from deepnmt.config import Recipe
 from deepnmt.decode.models import Folders, load_models, max_length
-from deepnmt.decode.translate import translate_lines
+from deepnmt.decode.translate import require_choosable, translate_lines
 from deepnmt.errors import UserError
 from deepnmt.extras.serve.app import App, Limits
 from deepnmt.extras.serve.batches import Batches, Hypothesis
@@ -64,15 +64,17 @@ def serve(
             machine alone, or where names are given, requests to others are refused.
 
     Raises:
-        UserError: no such checkpoint, or another process has the port.
+        UserError: no such checkpoint, another process has the port, or what chooses translations is not here.
     """
+    require_choosable(recipe.translate, None, None)
     models = load_models(checkpoints or recipe.run, recipe.translate, ranks, expected)
     first = models.members[0]
+
     def translate(texts: Any, numbers: Any) -> list[list[Hypothesis]]:
         return translate_lines(models.all[0], models.vocabs, texts, recipe.translate, seed=recipe.seed,
                                numbers=numbers, stepper=models.stepper, searcher=models.searcher)
 
-    facts = {"run": Path(recipe.run).name, "update": first.state.update,
+    facts = {"run": Path(recipe.run).absolute().name, "update": first.state.update,
              "languages": [recipe.data.src_lang, recipe.data.trg_lang], "tags": list(first.src_vocab.tags)}
     limits = Limits(body, sentences, max_length(models.all[0]) - 1, READ_SECONDS)
 

@@ -84,7 +84,7 @@ def tune(
         raise UserError(f"{failure(trials)}, so no recipe is written ({output / 'tune.md'} has the trials); give "
                         f"longer ones, for example --updates {min(2 * budget.updates, recipe.train.updates)}, or "
                         f"another block (docs/guide/which_block.md). {over}".rstrip())
-    plot_trials(trials, output / "tune.png", Path(recipe.run).name)
+    plot_trials(trials, output / "tune.png", Path(recipe.run).absolute().name)
     report = [table(rows, 2), *sentences(trials, best)]
     if over:
         report.append(over)

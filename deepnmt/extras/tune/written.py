@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
 from deepnmt.errors import UserError
-from deepnmt.files import reporting
+from deepnmt.files import make_parent_folder, reporting
 from deepnmt.shipped import find_shipped
 
 
@@ -26,14 +27,15 @@ def file_to_write(origin: str, chosen: Path | None, written: str | None, replace
         replace: whether any other may, too.
 
     Raises:
-        UserError: it is the recipe itself, or exists.
+        UserError: it exists, or cannot be written.
     """
     place = Path(origin)
     folder = place.parent if place.is_file() else Path()
     file = chosen or folder / f"{place.stem}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"--write {file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
-    if file.exists() and not replace and file.read_text(encoding="utf-8") != written:
+    make_parent_folder(file, "--write")
+    if file.exists() and not replace and (written is None or file.read_bytes() != written.encode()):
         raise UserError(f"{file} exists already; give another name with --write, or --replace to write over it")
     return file
 
@@ -47,7 +49,7 @@ def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
     source = find_shipped(origin)
     if source.is_dir():
         source /= "recipe.yaml"
-    rest = source.read_text(encoding="utf-8")
+    rest = source.read_text(encoding="utf-8-sig")
     head = f"# Written by `deepnmt tune {origin}`."
     if rest.startswith("# yaml-language-server"):  # which must be the first line
         first, _, rest = rest.partition("\n")
@@ -63,7 +65,8 @@ def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
         for change in changes:
             edited += f"\n#   {change.key}: {_value(change.old)} -> {_value(change.new)}"
         edited += f"\n{rest}"
-        candidates.insert(0, edited_text(edited, {change.key: change.new for change in changes}))
+        with suppress(yaml.YAMLError):  # what was put before an anchor is no YAML
+            candidates.insert(0, edited_text(edited, {change.key: change.new for change in changes}))
     with reporting(str(file), "give another name with --write"):
         file.parent.mkdir(parents=True, exist_ok=True)
         for candidate in candidates:

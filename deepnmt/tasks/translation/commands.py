@@ -76,8 +76,8 @@ def score(words: list[str]) -> None:
     add = parser.add_argument
     add_files(parser, "the sentences, with their translations if --translations is not given; plain, .gz, .xz, .zst "
               "or .bz2", "the file of the scores")
-    add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl, what "
-        "deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
+    add("--translations", metavar="FILE", help="a translation a line; or, where the name ends in .jsonl (.jsonl.gz, "
+        "...), what deepnmt translate --format jsonl wrote, whose pieces are scored as they are")
     add_format(parser, "scores")
     add("--pieces", action="store_true", help="with tsv or jsonl: the log-probability of every subword piece")
     add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")

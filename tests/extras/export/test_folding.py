@@ -276,8 +276,11 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     with user_error("thesis exists and is not a checkpoint"):
         save_folded(tmp_path / "run", tmp_path / "thesis")
-    with user_error("is the checkpoint to fold"):
+    with user_error("is a checkpoint from which training can resume, as it cannot from the folded model"):
         save_folded(tmp_path / "run", source)
+    save_folded(tmp_path / "run", tmp_path / "folded")
+    with user_error("is the checkpoint to fold"):
+        save_folded(tmp_path / "folded", tmp_path / "folded")
 
 
 def test_a_difference_too_large_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

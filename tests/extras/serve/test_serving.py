@@ -256,6 +256,8 @@ def test_mistakes(run: deepnmt.Run, refused: Refused, monkeypatch: pytest.Monkey
     assert "--batch is 0, must be 1 or more" in refused("serve", run.folder, "--batch=0")
     assert "--port is 70000, must be from 0 to 65535" in refused("serve", run.folder, "--port=70000")
     assert "has no effect here" in refused("serve", run.folder, "train.updates=3")
+    assert "translate.choose is chrf, against translations that are there" in refused(
+        "serve", run.folder, "--port=0", "translate.beam=2", "translate.candidates=2", "translate.choose=chrf")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "serve was started on 2 processes" in refused("serve", run.folder)

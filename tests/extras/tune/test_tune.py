@@ -194,6 +194,17 @@ def test_a_recipe_whose_text_cannot_say_it_is_written_whole(
     assert tuned.train.max_seconds == 0.02 and tuned.optimizer.lr_factors["encoder"] < 1
 
 
+@pytest.mark.parametrize("begin", ["optimizer: &them {{{}}}", "optimizer: !!map {{{}}}", "\ufeffoptimizer: {{{}}}"])
+def test_a_recipe_with_an_anchor_a_tag_or_a_byte_order_mark(
+    begin: str, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rest = recipe_file.read_text().replace("optimizer:\n  name: adam\n  lr: 2.0e-2     # too high\n", "").lstrip()
+    recipe_file.write_text(f"{begin.format('name: adam, lr: 2.0e-2')}\n{rest}", encoding="utf-8")
+    pretend(monkeypatch, as_measured)
+    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    assert load_recipe(recipe_file.with_name("my_tuned.yaml")).optimizer.lr_factors["encoder"] < 1
+
+
 def test_the_budget(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     for runs in range(8, 60):
         assert stages(runs, 3, 3.0).runs == runs == stages(runs, 3, 1.0).runs
@@ -407,11 +418,14 @@ def test_a_task_without_a_source_goes_by_its_loss(
     ("--updates 500", "--updates is 500, must be from 2 to train.updates (400)"),
     ("--seeds 0", "--seeds is 0, must be 1 or more"),
     ("--write mine", "--write mine is no name of a recipe; give one that ends in .yaml, for example mine.yaml"),
+    ("--write {}/a.yaml --replace", "a.yaml cannot be written: Is a directory; set --write to a file"),
     ("train.init_from=runs/x", "train.init_from is runs/x, but tune trains smaller models from new weights"),
     ("data.folder=nowhere", "nowhere"),
 ])
 def test_mistakes(words: str, said: str, recipe_file: Path, refused: Refused) -> None:
-    assert said in refused("tune", str(recipe_file), *words.split())
+    folder = recipe_file.parent
+    (folder / "a.yaml").mkdir()
+    assert said in refused("tune", str(recipe_file), *words.format(folder).split())
     assert not (recipe_file.parent / "run").exists()
 
 
