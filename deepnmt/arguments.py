@@ -120,7 +120,8 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
     if more:
         parser.set_defaults(runs=[])
     parser.add_argument("overrides", nargs="*", metavar=f"{more} KEY=VALUE".strip(),
-                        help="settings of the recipe to change, for example model.encoder.layers=18 train.updates=300")
+                        help=f"{'further runs, and ' if more else ''}settings of the recipe to change, for example "
+                             "model.encoder.layers=18 train.updates=300")
     return parser
 
 

@@ -118,6 +118,12 @@ def test_runs_are_compared_on_the_firsts_test_sets(
     assert Path("out").read_text(encoding="utf-8").splitlines() == kept["two"]
 
 
+def test_the_help_names_further_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main("evaluate", ["--help"])
+    assert "further runs, and settings" in " ".join(capsys.readouterr().out.split())
+
+
 def test_runs_that_cannot_be_compared(runs: list[config.Recipe], capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (recipe.run for recipe in runs)
     for words, message in (

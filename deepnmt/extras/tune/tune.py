@@ -277,7 +277,7 @@ def sentences(trials: Trials, best: Candidate) -> list[str]:
     elif not deep:
         lines.append("They were not tried on the deep model, where the best rate may be a half or a quarter.")
     elif "carried" in best.point or trials.recipe.model.tuned_at != TunedAt():
-        lines.append("model.tuned_at carries the rates from fewer layers to these (docs/guide/comparing.md).")
+        lines.append("model.tuned_at carries the rates from fewer layers to these (docs/guide/new_recipe.md).")
     elif any("carried" in candidate.point for candidate in deep):
         lines.append("What model.tuned_at carries from the small copy was no better.")
     else:

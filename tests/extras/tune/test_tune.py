@@ -314,7 +314,8 @@ def test_a_rule_carries_the_rates_where_there_is_one(
     assert load_recipe(file).model.tuned_at.encoder_layers == 2
     changes = changed_settings(load_recipe(recipe_file), load_recipe(file))
     assert {change.key for change in changes} >= {"model.tuned_at.encoder_layers", "model.tuned_at.decoder_layers"}
-    assert "model.tuned_at carries the rates from fewer layers to these" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "model.tuned_at carries the rates from fewer layers to these (docs/guide/new_recipe.md)" in said
     own = read_recipe(recipe_file, {"model.tuned_at.encoder_layers": 3})
     assert not carries(own) and small_copy(own).model.tuned_at == own.model.tuned_at
     assert not carries(read_recipe(recipe_file, {"model.encoder.block": "admin"}))
