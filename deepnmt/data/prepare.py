@@ -44,6 +44,7 @@ from deepnmt.data.prepared import (
     check_settings,
     check_vocabularies,
     corpora,
+    is_free,
     on_this_machine,
     prepared_settings,
     publish,
@@ -86,7 +87,7 @@ def prepare(recipe: Recipe, part: Part = WHOLE) -> Path:
     target = Path(os.path.realpath(folder))
     texts = corpora(recipe)
     require_cores("data.workers", recipe.data.workers)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not is_free(folder):
         data = PreparedData.open(folder)
         if part != WHOLE:  # which would hash everything once for each part
             check_settings(recipe, data)

@@ -253,6 +253,11 @@ def _hash_of_version_1(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def is_free(folder: Path) -> bool:
+    """Whether a folder is not there or empty, so that data may be prepared into it."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
 def manifest_of_task(folder: Path, settings: Mapping[str, Any], kind: folders.Kind) -> dict[str, Any]:
     """The manifest of a task's prepared folder, once its files have their sizes.
 
@@ -262,8 +267,10 @@ def manifest_of_task(folder: Path, settings: Mapping[str, Any], kind: folders.Ki
     Raises:
         UserError: there is none, it is damaged, or it was made with other settings.
     """
-    if not (folder / MANIFEST).is_file():
+    if is_free(folder):
         raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
+    if not (folder / MANIFEST).is_file():
+        raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to another folder")
     manifest = folders.read_manifest(folder, kind)
     folders.check_sizes(folder, manifest, manifest["files"], kind)
     then = manifest["settings"]

@@ -21,9 +21,9 @@ from deepnmt import folders
 from deepnmt.config import Fact, Recipe
 from deepnmt.data.arrays import KIND, TOKENS, array_of
 from deepnmt.data.prepare import only_one_process
-from deepnmt.data.prepared import REMEDY, manifest_of_task
+from deepnmt.data.prepared import REMEDY, is_free, manifest_of_task
 from deepnmt.data.text import files_of
-from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
+from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.progress import print_status
@@ -79,10 +79,14 @@ class PreparedFolder:
         be the same.
 
         Raises:
-            UserError: there is none, or it was made with other settings or from other files.
+            UserError: there is none, or it was made with other settings, another vocabulary or from other files.
         """
         folder = Path(recipe.data.folder)
         manifest = manifest_of_task(folder, cls.settings(recipe), cls.kind)
+        given = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
+        if given and sha256(given[0]) != manifest["files"]["src.spm"]["sha256"]:
+            raise UserError(f"prepared data {folder} has another vocabulary than {recipe.vocab.model}, which "
+                            f"vocab.model names; {REMEDY}")
         named = cls.files(recipe) if texts else {}
         for split in SPLITS:
             files = named.get(split, [])
@@ -99,6 +103,19 @@ class PreparedFolder:
         return cls(folder, manifest)
 
     @classmethod
+    def planned(cls: type[_Folder], recipe: Recipe) -> tuple[_Folder | None, int]:
+        """The recipe's prepared data, if there are any yet, and the size that its vocabulary has or will have.
+
+        Raises:
+            UserError: see `open`.
+        """
+        if not is_free(Path(recipe.data.folder)):
+            data = cls.open(recipe)
+            return data, data.vocab.size
+        given = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
+        return None, Vocabulary.load(given[0]).size if given else recipe.vocab.size
+
+    @classmethod
     def prepare(cls, recipe: Recipe, part: str = "") -> Path:
         """Prepares the recipe's data and returns their folder; one that is up to date is not changed.
 
@@ -111,7 +128,7 @@ class PreparedFolder:
                             "leave it out")
         folder = Path(recipe.data.folder)
         inputs = inputs_of(cls.files(recipe))
-        if folder.is_dir() and any(folder.iterdir()):
+        if not is_free(folder):
             data = cls.open(recipe)
             then = {split: _hashes(entries) for split, entries in data.manifest["inputs"].items()}
             now = {split: _hashes(entries) for split, entries in inputs.items()}

@@ -115,7 +115,8 @@ def given_vocabularies(settings: config.Vocab, tags: Sequence[str]) -> list[byte
     for tag in tags:
         if tag not in models[0].tags:
             raise UserError(f"the tag {tag!r} is not a piece of the vocabulary that vocab.model names, {name}, whose "
-                            f"tags are {', '.join(models[0].tags) or 'none'}; remove the tag, or train a vocabulary")
+                            f"tags are {', '.join(models[0].tags) or 'none'}; remove the tag "
+                            "if the recipe names it, or set vocab.model to null, so that a vocabulary is trained")
     if settings.shared:
         return [models[0].bytes]
     return [model.bytes for model in models]

@@ -52,8 +52,8 @@ def seeds(words: list[str]) -> int:
     parser.add_argument("--seeds", default="1,2,3,4,5,6", metavar="N,N,...", help="the seeds (default 1,2,3,4,5,6)")
     args, recipe = parse(parser, words)
     chosen = numbers("--seeds", args.seeds, ",") or []
-    if len(set(chosen)) < max(2, len(chosen)) or min(chosen) < 0:
-        raise UserError(f"--seeds is {args.seeds}, must be two or more different numbers from 0")
+    if len(set(chosen)) < max(2, len(chosen)) or min(chosen) < 0 or max(chosen) >= 2**31:
+        raise UserError(f"--seeds is {args.seeds}, must be two or more different numbers from 0 to {2**31 - 1}")
     from deepnmt.tasks.classify.predict import require_classifier, train_seeds
 
     classifier = require_classifier(recipe)

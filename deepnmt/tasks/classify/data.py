@@ -165,6 +165,9 @@ def _cells(file: Path, columns: Sequence[Column]) -> Iterator[tuple[str, list[st
     header: list[str] = []
     if kind_of(file) not in JSON and isinstance(columns[0], str):
         header, begin = next(lines, "").split("\t"), 2
+        for column in columns:
+            if header.count(str(column)) > 1:
+                raise UserError(f"{file}, line 1: two columns are named {column!r}; rename one of them")
     for number, line in enumerate(lines, start=begin):
         where = f"{file}, line {number}"
         there: dict[int | str, str]
@@ -175,15 +178,15 @@ def _cells(file: Path, columns: Sequence[Column]) -> Iterator[tuple[str, list[st
                 raise UserError(f"{where}: no JSON ({error}); write an object a line") from None
             there = {}
             if isinstance(value, dict):
-                there = {key: str(cell) for key, cell in value.items()}
+                there = {key: str(cell) for key, cell in value.items() if isinstance(cell, str | int | float)}
         elif header:
             there = dict(zip(header, line.split("\t"), strict=False))
         else:
             there = dict(enumerate(line.split("\t"), start=1))
         for column in columns:
             if column not in there:
-                raise UserError(f"{where}: there is no column {column!r}, only {', '.join(map(str, there)) or 'none'}; "
-                                "correct the line, or data.columns")
+                raise UserError(f"{where}: there is no column {column!r} with a text or a number, only "
+                                f"{', '.join(map(str, there)) or 'none'}; correct the line, or data.columns")
         yield where, [there[column] for column in columns]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -191,7 +192,7 @@ def import_model(folder: Path, run: Path) -> str:
         weights = {name: weight.float() for name, weight in load_file(file).items()}
         settings = _settings(kind, config, folder, weights)
         ours = _ours(kind, weights, settings["decoder"]["layers"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder} does not hold a whole {kind} model ({error}); give the whole folder") from None
     recipe = check_recipe({
         "run": str(run), "task": "language_model", "model": settings,
@@ -222,6 +223,8 @@ def _settings(kind: str, config: dict[str, Any], folder: Path, weights: dict[str
 
     if kind == "gpt2":
         require("layer_norm_epsilon", config.get("layer_norm_epsilon", 1e-5), (_EPS,))
+        require("scale_attn_weights", config.get("scale_attn_weights", True), (True,))
+        require("scale_attn_by_inverse_layer_idx", config.get("scale_attn_by_inverse_layer_idx", False), (False,))
         activation = require("activation_function", config.get("activation_function", "gelu_new"), tuple(_PLAIN))
         width = config["n_embd"]
         return {"width": width, "heads": config["n_head"], "ffn": config.get("n_inner") or 4 * width, "tied": "none",
@@ -231,6 +234,7 @@ def _settings(kind: str, config: dict[str, Any], folder: Path, weights: dict[str
     require("rms_norm_eps", config.get("rms_norm_eps", 1e-6), (_EPS,))
     rope = config.get("rope_parameters") or {}
     require("rope_theta", float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)), (10000.0,))
+    require("rope_type", rope.get("rope_type", "default"), ("default",))
     require("rope_scaling", config.get("rope_scaling"), (None,))
     require("hidden_act", config.get("hidden_act", "silu"), ("silu",))
     heads, width = config["num_attention_heads"], config["hidden_size"]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from deepnmt.config import load_recipe
@@ -17,7 +18,7 @@ from deepnmt.shipped import schema_of
 from deepnmt.tasks.language_model.text import read_documents
 
 _PART = 50  # lines that are held out together where no empty lines separate documents: neighbours are alike
-_LEAST = 100  # lines
+_LEAST = 2 * _PART + 1  # lines
 
 
 @dataclass(frozen=True)
@@ -77,23 +78,28 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     if len(lines) < _LEAST:
         raise UserError(f"{text} has {len(lines)} lines, from which nothing can be held out; give {_LEAST} or more")
     apart = 0 < sum(not line for line in lines) < len(lines) / 2 and bool(lines[0])
+    for number, (above, line) in enumerate(pairwise(lines), 2):
+        if apart and not above and not line:
+            raise UserError(f"{text}, line {number}: two empty lines follow each other, but one separates documents; "
+                            "leave one of them")
+    parts = list(_parts(text, apart))
+    if len(parts) < 3:
+        raise UserError(f"{text} has {len(parts)} documents, too few to hold some out; give more text")
     words = dict.fromkeys(("train", "valid", "test"), 0)
     with reporting(f"the texts in {folder}", "free disk space, or go to another folder"), ExitStack() as opened:
         folder.mkdir(parents=True)
         files = {name: opened.enter_context(open(folder / f"{name}.txt", "w", encoding="utf-8")) for name in words}
-        for number, part in enumerate(_parts(text, apart)):
+        for number, part in enumerate(parts):
             drawn = hashlib.sha256(f"{number} {part[0]}".encode()).digest()[0]  # of 256
             name = "train"
             if drawn < 4:
                 name = "valid"
             elif drawn < 8:
                 name = "test"
-            if number < 2:  # each has one at least
-                name = ("valid", "test")[number]
+            if number < len(words):  # each has one at least
+                name = ("valid", "test", "train")[number]
             files[name].write("\n".join(part) + ("\n\n" if apart else "\n"))
             words[name] += sum(len(line.split()) + 1 for line in part)
-    if not words["train"]:
-        raise UserError(f"{text} has too few documents to hold some out; give more text")
     kind, precision, description = machine(hardware)
     row = next(row for row in TABLE[kind] if words["train"] <= row.words)
     pieces = 1.4 * words["train"]

@@ -95,6 +95,8 @@ class Texts(Section):
                 yield Fault((name, "train"), f"{name} is of pairs, {'which need' if self.pairs else 'src and trg'}"
                             f"{' it, such as de' if self.pairs else '; remove it'}")
         for name in self.test:
+            if name == "valid":
+                yield Fault(("test",), "test.valid: evaluate calls the validation text so; give the test another name")
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 yield Fault(("test",), f"test.{name}: a test's name becomes part of file names; use letters, digits, "
                             "'_' and '-' only")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from deepnmt.config import Recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.examples import ExampleStream
-from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.model.admin import AdminProfile
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
@@ -55,20 +53,14 @@ def validate(recipe: Recipe, data: PreparedText, engine: Engine, ranks: Ranks) -
 
 
 def _plan(recipe: Recipe, card: str | None) -> str:
-    size, epoch, begin = recipe.vocab.size, "not prepared yet", None
-    folder = Path(recipe.data.folder)
-    if folder.is_dir() and any(folder.iterdir()):
-        data = PreparedText.open(recipe)
-        size = data.vocab.size
+    epoch, begin = "not prepared yet", None
+    data, size = PreparedText.planned(recipe)
+    if data is not None:
         stream = _stream(recipe, data)
         epoch = f"{stream.epoch_size(0) / micro_batches(recipe):.1f} (padding {100 * stream.waste(0):.1f} %)"
         if recipe.train.init_from is not None:
             begin = find_trained(recipe)
             origins(recipe, (data.vocab, data.vocab), begin)
-    elif recipe.vocab.model:
-        files = vocabulary_files(Path(recipe.vocab.model))
-        if files:
-            size = Vocabulary.load(files[0]).size
     return plan_of(recipe, card, (size, size), epoch, begin=begin)
 
 

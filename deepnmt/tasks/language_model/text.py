@@ -27,7 +27,7 @@ from deepnmt.data.arrays import OFFSET, TOKENS, Indices, Lengths, SideWriter, ar
 from deepnmt.data.examples import Examples
 from deepnmt.data.task_folder import PreparedFolder, kind_of_folder, write_vocabulary
 from deepnmt.data.text import files_of, pair_files, read_lines, side_by_side
-from deepnmt.data.vocab import Vocabulary
+from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.progress import show_progress
 from deepnmt.tasks.language_model.settings import LanguageRecipe, Texts
@@ -212,6 +212,8 @@ def _encode(recipe: Recipe, folder: Path, name: str, files: Sequence[Path], voca
     writer = SideWriter(folder, name, vocab.size)
     counts = dict.fromkeys(("lines", "words", "bytes", "tokens", "unknown", "documents"), 0)
     foreign: Line | None = None  # the first line of which nothing is known
+    empty = {BOS, *vocab.ids(SPACE)} - {UNK}  # every vocabulary has them
+    pieces = 0  # others
     lines = lines_of(recipe, files)
     with show_progress("{:,} lines encoded", desc=name, unit="line") as progress:
         while chunk := list(islice(lines, CHUNK)):
@@ -231,8 +233,10 @@ def _encode(recipe: Recipe, folder: Path, name: str, files: Sequence[Path], voca
                                         f"tokens with separator and end, but data.block is {data.block}; set it "
                                         "higher, or leave the pair out")
                 unknown = ids.count(UNK)
-                if foreign is None and ids and unknown == len(ids):
+                told = sum(token not in empty for token in ids)
+                if foreign is None and told and unknown == told:
                     foreign = line
+                pieces += told
                 tokens += [*ids, EOS]
                 counts["lines"] += 1
                 counts["words"] += len(line.text.split()) + 1
@@ -246,7 +250,7 @@ def _encode(recipe: Recipe, folder: Path, name: str, files: Sequence[Path], voca
     if not apart:
         writer.add(np.zeros(0, np.uint32), np.zeros(1, np.int64))
         counts["documents"] = 1
-    if foreign is not None and counts["unknown"] > _UNKNOWN * (counts["tokens"] - counts["lines"]):
+    if foreign is not None and counts["unknown"] > _UNKNOWN * pieces:
         raise UserError(f"{foreign.file}, line {foreign.number}: the vocabulary has no piece of this line, and "
                         f"{counts['unknown']:,} of the text's {counts['tokens']:,} tokens are unknown, so it is "
                         "another text's; correct vocab.model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,10 +53,10 @@ def validate(recipe: MaskedRecipe, data: PreparedText, engine: Engine, ranks: Ra
 
 
 def _plan(recipe: MaskedRecipe, card: str | None) -> str:
-    size, rows = recipe.vocab.size, {"data": "not prepared yet"}
-    if Path(recipe.data.folder).exists():
-        data = PreparedText.open(recipe)
-        size, stream = data.vocab.size, _stream(recipe, data)
+    rows = {"data": "not prepared yet"}
+    data, size = PreparedText.planned(recipe)
+    if data is not None:
+        stream = _stream(recipe, data)
         count = len(data.sequences("train").lengths)
         rows = {"data": f"{count:,} sequences, {stream.epoch_size(0):,} micro-batches an epoch "
                         f"(padding {100 * stream.waste(0):.1f} %)"}

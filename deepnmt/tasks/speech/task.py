@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from deepnmt.data.batching import plan_eval
@@ -57,10 +56,10 @@ def _plan(recipe: SpeechRecipe, card: str | None) -> str:
     """What `train --dry-run` prints: the recipe, and the figures of the run."""
     _check(recipe)
     layout = layout_of(recipe, rank_from_environment()[1])
-    vocab, epoch = recipe.vocab.size, "not prepared yet"
-    if Path(recipe.data.folder).exists():
-        data = PreparedSpeech.open(recipe)
-        vocab, stream = data.vocab.size, _stream(recipe, data)
+    epoch = "not prepared yet"
+    data, vocab = PreparedSpeech.planned(recipe)
+    if data is not None:
+        stream = _stream(recipe, data)
         per_update = recipe.batch.entries(layout.data_ranks)
         epoch = f"{stream.epoch_size(0) / per_update:.1f} (padding {100 * stream.waste(0):.1f} %)"
     model = recipe.model

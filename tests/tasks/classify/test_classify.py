@@ -219,11 +219,12 @@ def test_seeds_have_a_mean_and_an_interval(folder: Path, capsys: pytest.CaptureF
     assert f"{mean:.4f} ± {half:.4f}" in said and found["interval_95"]["accuracy"] == pytest.approx(half)
     assert load_recipe(run / "seed-5").seed == 5
     assert "--seeds is 1,1, must be two or more different numbers" in refused("seeds", file, "--seeds", "1,1")
+    assert "different numbers from 0 to 2147483647" in refused("seeds", file, "--seeds", f"1,{2**31}")
 
 
 @pytest.mark.parametrize("line, columns, expected", [
     ("a b\tc d\tsane", {}, "train.tsv, line 2: the label is 'sane', but data.labels are other, same; did you mean"),
-    ("a b\tsame", {}, "train.tsv, line 2: there is no column 3, only 1, 2"),
+    ("a b\tsame", {}, "train.tsv, line 2: there is no column 3 with a text or a number, only 1, 2"),
     ("a b\t \tsame", {}, "train.tsv, line 2: the text in column 2 is empty"),
     ("a " * 200 + "\tb\tsame", {}, "tokens with their marks, but model.max_length is 128"),
     ("a\tb\tsame", {"text": "one", "pair": "two", "label": "is"}, "train.tsv, line 2: there is no column 'one'"),
@@ -239,6 +240,25 @@ def test_faulty_examples(line: str, columns: dict[str, str], expected: str, fold
         recipe = recipe_in(tmp_path, data={**data, "too_long": "cut"}, vocab={"model": str(folder / "vocab.spm")})
         cut = open_examples(recipe).train
         assert cut.lengths[1] == 128 and cut.sequences[1][-1] == EOS and cut.sequences[1][-3] == EOS
+
+
+@pytest.mark.parametrize("value, expected", [
+    ("null", "line 1: there is no column 'one' with a text or a number, only two, is"),
+    ('["a"]', "line 1: there is no column 'one' with a text or a number, only two, is"),
+    ("5", "line 1: the label is 'none'"),
+])
+def test_json_lines_have_texts_and_numbers(value: str, expected: str, folder: Path, tmp_path: Path,
+                                           refused: Refused) -> None:
+    """null was read as the text None."""
+    (tmp_path / "a.jsonl").write_text(f'{{"one": {value}, "two": "b", "is": "none"}}\n', encoding="utf-8")
+    data = {"train": str(tmp_path / "a.jsonl"), "columns": {"text": "one", "pair": "two", "label": "is"}}
+    assert expected in refused("train", write(folder, "json.yaml", data=data))
+
+
+def test_columns_of_one_name_are_refused(folder: Path, tmp_path: Path, refused: Refused) -> None:
+    (tmp_path / "a.tsv").write_text("one\tone\tis\na\tb\tsame\n", encoding="utf-8")
+    data = {"train": str(tmp_path / "a.tsv"), "columns": {"text": "one", "label": "is"}}
+    assert "a.tsv, line 1: two columns are named 'one'" in refused("train", write(folder, "twice.yaml", data=data))
 
 
 @pytest.mark.parametrize("changes, expected", [

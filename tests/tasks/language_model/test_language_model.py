@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from refusals import Refused
 from small_text import ROOT, recipe, tree, write_texts
 from torch.nn import functional as F
 
@@ -194,6 +195,43 @@ def test_a_vocabulary_of_another_text(tmp_path: Path) -> None:
             recipe(tmp_path, vocab={"model": str(tmp_path / "data")}, data={"folder": str(tmp_path / "new")}))
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_vocabulary_without_the_letters_of_a_text(kind: str, tmp_path: Path) -> None:
+    """It knows the space alone."""
+    write_texts(tmp_path)
+    settings = {"kind": kind, "size": 24}
+    PreparedText.prepare(recipe(tmp_path, vocab=settings))
+    (tmp_path / "train.txt").write_text("собака видит\nкошку\n" * 20, encoding="utf-8")
+    given = recipe(tmp_path, vocab={**settings, "model": str(tmp_path / "data")}, data={"folder": str(tmp_path / "n")})
+    with pytest.raises(UserError, match=r"train\.txt, line 1: the vocabulary has no piece of this line, and"):
+        PreparedText.prepare(given)
+
+
+def test_prepared_text_has_the_vocabulary_that_the_recipe_names(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    for size in (24, 26):
+        PreparedText.prepare(recipe(tmp_path, vocab={"kind": "bpe", "size": size},
+                                    data={"folder": str(tmp_path / f"data-{size}")}))
+    made = [recipe(tmp_path, vocab={"kind": "bpe", "model": str(tmp_path / f"data-{size}")}) for size in (24, 26)]
+    PreparedText.prepare(made[0])
+    for use in (PreparedText.prepare, PreparedText.open):
+        with pytest.raises(UserError, match=r"another vocabulary than .*data-26, which vocab\.model names"):
+            use(made[1])
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_nothing_of_the_users_is_replaced_by_a_folder(folder: bool, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    theirs = tmp_path / "data"
+    if folder:
+        theirs.mkdir()
+        theirs /= "mine.txt"
+    theirs.write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data holds no manifest\.json, so it is not prepared data"):
+        PreparedText.prepare(recipe(tmp_path))
+    assert theirs.read_text() == "mine"
+
+
 @pytest.mark.parametrize(("changes", "said"), [
     ({"model": {"max_length": 16}}, r"data\.block \(24\) must not be above model\.max_length \(16\)"),
     ({"batch": {"tokens": 20}}, r"data\.block \(24\) must not be above batch\.tokens \(20\)"),
@@ -203,6 +241,7 @@ def test_a_vocabulary_of_another_text(tmp_path: Path) -> None:
     ({"train": {"best_by": "bleu"}}, r"train\.best_by \(bleu\) is of translation"),
     ({"data": {"documents": "yes"}}, r"data\.documents: is 'yes'"),
     ({"data": {"src_lang": "de"}}, "data: src_lang is of pairs, src and trg; remove it"),
+    ({"data": {"test": {"valid": ["a.txt"]}}}, r"data: test\.valid: evaluate calls the validation text so"),
     ({"metrics": {"comet": {"command": "x {hyp}"}}}, "metrics has no effect with task: language_model"),
 ])
 def test_faulty_settings(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -219,6 +258,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
         ("score", ["--input", str(long)], r"long\.txt, line 2: has 81 tokens .* reads at most 48"),
         ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),
         ("sample", ["--temperature", "0"], "give a temperature above 0"),
+        ("sample", ["--temperature", "nan"], "give a temperature above 0"),
         ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
         ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a"),
         ("report", [], "report is a command of task: translation"),
@@ -265,3 +305,18 @@ def test_a_recipe_for_a_text(apart: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert [words[0] for words in steps] == ["prepare", "train", "average", "evaluate"]
     assert main("new", ["my.yaml", "--text", str(text)]) == 2 and main("new", ["my.txt", "--text", str(text)]) == 2
     assert main("new", ["other.yaml", "--text", str(tmp_path / "none.txt")]) == 2
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("a b\n" * 100, "text.txt has 100 lines, from which nothing can be held out; give 101 or more"),
+    ("a b\n" * 60 + "\n" + "a b\n" * 60, "text.txt has 2 documents, too few to hold some out"),
+    ("a b\n" * 60 + "\n\n" + "a b\n" * 60, "text.txt, line 62: two empty lines follow each other"),
+])
+def test_a_text_that_gives_no_recipe_leaves_nothing(text: str, said: str, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(text, encoding="utf-8")
+    assert said in refused("new", "my.yaml", "--text", "text.txt", "--machine", "cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    Path("text.txt").write_text("a b\n" * 101, encoding="utf-8")
+    assert main("new", ["my.yaml", "--text", "text.txt", "--machine", "cpu"]) == 0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import truncate
 from safetensors.torch import load_file, save_file
 from small_text import recipe, write_texts
 
@@ -98,7 +99,9 @@ def test_what_transformers_cannot_compute(model: dict[str, Any], said: str, voca
 @pytest.mark.parametrize(("changes", "said"), [
     ({"activation_function": "gelu_new"}, "activation_function is 'gelu_new', but deepnmt computes relu, gelu or silu"),
     ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"), ({"n_layer": 3}, "does not hold a whole gpt2 model"),
-    ({"learned": True}, "has learned position vectors")])
+    ({"scale_attn_weights": False}, "scale_attn_weights is False"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ({"cut": True}, "does not hold a whole gpt2 model"), ({"learned": True}, "has learned position vectors")])
 def test_what_deepnmt_cannot_compute(changes: dict[str, Any], said: str, vocab: Vocabulary, tmp_path: Path) -> None:
     changes = dict(changes)
     folder = tmp_path / "exported"
@@ -107,8 +110,22 @@ def test_what_deepnmt_cannot_compute(changes: dict[str, Any], said: str, vocab: 
         weights = load_file(folder / "model.safetensors")
         weights["transformer.wpe.weight"] += 0.01
         save_file(weights, folder / "model.safetensors")
+    if changes.pop("cut", False):
+        truncate(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=said):
         import_model(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_rotary_positions_of_another_type_are_refused(kind: str, vocab: Vocabulary, tmp_path: Path) -> None:
+    """As transformers 5 writes them."""
+    folder = tmp_path / "exported"
+    export_model(stirred(vocab, tmp_path, **SHAPES["llama"]), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"rope_type is '{kind}', but deepnmt computes default alone"):
+        import_model(folder, tmp_path / "run")

@@ -342,6 +342,15 @@ def test_faulty_pairs(changes: dict[str, str], said: str, tmp_path: Path) -> Non
     assert not (tmp_path / "data").exists()
 
 
+def test_a_vocabulary_of_another_text(pairs: Path) -> None:
+    """The separator, which every vocabulary has, tells nothing of a text."""
+    for side in ("src", "trg"):
+        (pairs / f"train.{side}").write_text("ein Hund\nder Hund bellt\n" * 20, encoding="utf-8")
+    with pytest.raises(UserError, match=r"train\.trg, line 1: the vocabulary has no piece of this line, and"):
+        PreparedText.prepare(
+            recipe(pairs, vocab={"model": str(pairs / "data")}, data={"folder": str(pairs / "new")}))
+
+
 def test_prepared_pairs_are_pairs(pairs: Path) -> None:
     with pytest.raises(UserError, match=r"data\.block is 8, but a pair of the train text has 13 tokens"):
         blocks_of(made := recipe(pairs, data={"block": 8}), PreparedText.open(made), "train")

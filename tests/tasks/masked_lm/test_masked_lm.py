@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -263,11 +264,25 @@ def test_a_vocabulary_without_a_mask(prepared: Path, tmp_path: Path, refused: Re
 
     (tmp_path / "plain.spm").write_bytes(train_vocabulary(["a b c", "b c d"], Vocab(size=12)))
     said = refused("prepare", write(tmp_path, vocab={"model": str(tmp_path / "plain.spm")}))
-    assert f"'{MASK}' is not a piece of the vocabulary" in said and not (tmp_path / "data").exists()
+    assert f"'{MASK}' is not a piece of the vocabulary" in said and "set vocab.model to null" in said
+    assert not (tmp_path / "data").exists()
     given = write(tmp_path, vocab={"model": str(prepared / "data")})
     assert main("prepare", [given]) == 0
     ours, theirs = (PreparedText.open(recipe).vocab for recipe in (load_recipe(given), recipe_in(prepared)))
     assert ours.bytes == theirs.bytes
+
+
+def test_a_dry_run_has_the_size_of_the_given_vocabulary(prepared: Path, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """Before and after data are prepared, in a folder that is there."""
+    file = write(tmp_path, vocab={"model": str(prepared / "data"), "size": 8000})
+    (tmp_path / "data").mkdir()
+    said = []
+    for command in (["--dry-run"], [], ["--dry-run"]):
+        assert main("train" if command else "prepare", [file, *command]) == 0
+        said.append(re.findall("# parameters +(.*)", capsys.readouterr().out))
+    shapes = shapes_by_name(build_of(recipe_in(prepared), 300)).values()
+    assert said[0] == said[2] == [f"{sum(map(math.prod, shapes)):,}"]
 
 
 def test_prepared_text_is_compared(prepared: Path, refused: Refused) -> None:

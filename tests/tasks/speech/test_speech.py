@@ -444,6 +444,16 @@ def test_prepared_data_is_compared(prepared: Path, refused: Refused, capsys: pyt
     assert "300 at most" in capsys.readouterr().out
 
 
+def test_a_dry_run_has_the_size_of_the_given_vocabulary(prepared: Path, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """And prepared data that is not there yet may have an empty folder."""
+    said = []
+    for vocab in (["vocab.size=16"], [f"vocab.model={prepared / 'data'}", "vocab.size=8000"]):
+        assert main("train", [write(prepared), "--dry-run", f"data.folder={tmp_path}", *vocab]) == 0
+        said.append(re.findall("# parameters +(.*)", capsys.readouterr().out))
+    assert said[0] == said[1] != []
+
+
 RECIPES = sorted((HERE.parents[2] / "recipes" / "librispeech").glob("*.yaml"))
 
 
