@@ -159,6 +159,8 @@ def serve() -> None:
     quiet_libraries()
     sys.modules["mlflow"] = None  # type: ignore[assignment]  # DeepSpeed would import it: a second
     for name in ("pytest", "deepnmt.cli", "deepnmt.training.trainer", "deepnmt.parallel.pipeline.engine",
+                 "deepnmt.parallel.zero", "deepnmt.tasks.translation.task", "deepnmt.tasks.translation.validate",
+                 "deepspeed.module_inject.auto_ep_layer",  # DeepSpeed's engine would import it
                  "torch._dynamo",  # PyTorch's optimizers would import it
                  *sys.argv[1:]):
         importlib.import_module(name)
