@@ -79,7 +79,9 @@ def run_steps(
                       *_search(corpus), *_metrics(recipe)])
         if code:
             return code
-    commands = [["prepare", file, *overrides], ["train", file, *overrides], ["average", recipe.run]]
+    commands = [["train", file, *overrides], ["average", recipe.run]]
+    if "folder" in type(recipe.data).model_fields:  # a classifier's examples are not prepared
+        commands.insert(0, ["prepare", file, *overrides])
     if getattr(recipe.data, "test", None):
         commands.append(["evaluate", recipe.run, *_metrics(recipe)])
     for words in commands:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from deepnmt.arguments import numbers, parse, recipe_parser
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import add_checkpoint, checkpoint_of, processes_of
@@ -33,9 +35,10 @@ def classify(words: list[str]) -> None:
     require_classifier(recipe)
     checkpoint = checkpoint_of(args.checkpoint, recipe)
     with processes_of(recipe) as ranks:
-        scores = classify_file(checkpoint or recipe.run, args.input, args.output, ranks.device, args.score)
-        if scores:
-            print(scores)
+        if ranks.first:
+            scores = classify_file(checkpoint or recipe.run, args.input, args.output, ranks.device, args.score)
+            if scores:
+                print(scores, file=sys.stderr if args.output == "-" else sys.stdout)  # the labels are there
 
 
 def seeds(words: list[str]) -> int:

@@ -49,12 +49,13 @@ def evaluate_run(
         raise UserError(f"{data.folder} was prepared with another vocabulary than that of {loaded.checkpoint}; set "
                         "data.folder to the text that the run was trained with")
     named = [name.removeprefix("test.") for name in data.manifest["splits"] if name.startswith("test.")]
+    for name in tests or []:
+        if name not in (*named, "valid"):
+            raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
     rows = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")]
     scores = {}
     for name in tests or named or ["valid"]:
         split = "valid" if name == "valid" else f"test.{name}"
-        if split not in data.manifest["splits"]:
-            raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
         tokens, documents = data.documents(split)
         every = score_stream(loaded.model, tokens, documents, window, context, max(recipe.batch.tokens, window),
                              ranks.device, slice(ranks.rank, None, ranks.world))

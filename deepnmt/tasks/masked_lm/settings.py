@@ -58,6 +58,8 @@ class MaskedRecipe(EncoderRecipe):
 
     def faults(self) -> Iterator[Fault]:
         yield from super().faults()
+        if self.train.best_by not in ("loss", "bleu"):  # of which `EncoderTrain` says more
+            yield Fault(("train.best_by",), f"train.best_by: is {self.train.best_by!r}, must be loss")
         length = self.data.length
         if length > self.model.max_length:
             yield Fault(("data.length", "model.max_length"), f"data.length ({length}) must not be above "

@@ -62,8 +62,8 @@ def read_lists(names: Sequence[str], setting: str) -> Iterator[Utterance]:
         raise UserError(f"{setting}: there is no utterance in {', '.join(names)}; give another list")
 
 
-def features_of(utterance: Utterance, rate: int, max_frames: int) -> Features:
-    """The normalised features [frames, 80] of an utterance.
+def features_of(utterance: Utterance, rate: int, max_frames: int, setting: str = "data.max_frames") -> Features:
+    """The normalised features [frames, 80] of an utterance; `setting` says in messages what `max_frames` is.
 
     Raises:
         UserError: there is no such file, it is damaged, has another rate or several channels, or is too short or long.
@@ -80,8 +80,9 @@ def features_of(utterance: Utterance, rate: int, max_frames: int) -> Features:
     if not len(features):
         raise UserError(f"{utterance.where}: the audio is shorter than a frame of 25 ms; remove the line")
     if len(features) > max_frames:
-        raise UserError(f"{utterance.where}: the audio has {len(features)} frames of 10 ms, but data.max_frames is "
-                        f"{max_frames}; cut it into several, remove the line, or set data.max_frames higher")
+        higher = ", or set data.max_frames higher" if setting == "data.max_frames" else ""
+        raise UserError(f"{utterance.where}: the audio has {len(features)} frames of 10 ms, but {setting} is "
+                        f"{max_frames}; cut it into several, or remove the line{higher}")
     return normalised(features)
 
 

@@ -89,11 +89,13 @@ def _encode(recipe: SpeechRecipe, folder: Path, split: str, utterances: list[Utt
     return {"utterances": len(utterances), "frames": offsets[-1], "tokens": writer.end}
 
 
-def read_features(utterances: list[Utterance], rate: int, max_frames: int, workers: int = 0
-                  ) -> Iterator[tuple[Utterance, np.ndarray[Any, np.dtype[np.float16]]]]:
-    """The utterances in order, each with its features as float16 [frames, 80]. Raises `UserError`."""
+def read_features(
+    utterances: list[Utterance], rate: int, max_frames: int, workers: int = 0, setting: str = "data.max_frames",
+) -> Iterator[tuple[Utterance, np.ndarray[Any, np.dtype[np.float16]]]]:
+    """The utterances in order, each with its features as float16 [frames, 80]. For `setting` see `features_of`. Raises
+    `UserError`."""
     def read(utterance: Utterance) -> np.ndarray[Any, np.dtype[np.float16]]:
-        return features_of(utterance, rate, max_frames).astype(FLOAT)
+        return features_of(utterance, rate, max_frames, setting).astype(FLOAT)
 
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         for begin in range(0, len(utterances), CHUNK):

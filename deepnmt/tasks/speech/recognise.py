@@ -113,7 +113,8 @@ def recognise_shared(
 
     def work(items: list[Utterance], numbers: list[int], progress: Progress) -> list[list[dict[str, Any]]]:
         most = SHORTER * max_length(model)
-        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers)]
+        setting = f"{SHORTER} times the model's max_length"
+        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers, setting)]
         results = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers, progress=progress)
         return [list(map(asdict, best)) for best in results]
 
@@ -169,12 +170,12 @@ def score_lists(
             raise UserError(f"there is no test set {name} in data.test, which has {', '.join(tests) or 'none'}")
     if not tests:
         raise UserError("the recipe has no data.test; name lists there, as in data.test.clean=clean.tsv")
+    lists = {name: list(read_lists(files_of(tests[name]), f"data.test.{name}")) for name in names or tests}
     model, vocab, _, checkpoint = load_speech(Path(folder), expected=expected)
     cast_weights(model, recipe.translate.precision).to(ranks.device)
     sets: list[EvaluationSet] = []
     texts: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names or tests):
-        utterances = list(read_lists(files_of(tests[name]), f"data.test.{name}"))
+    for name, utterances in lists.items():
         results = recognise_shared(model, vocab, utterances, recipe, recipe.translate, ranks)
         texts[name] = [best[0].text for best in results]
         references = [utterance.text for utterance in utterances]

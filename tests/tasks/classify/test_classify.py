@@ -23,6 +23,7 @@ from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.model.init import fill
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
+from deepnmt.steps import run_steps
 from deepnmt.tasks.classify.data import open_examples
 from deepnmt.tasks.classify.metrics import count, interval, scores
 from deepnmt.tasks.classify.model import build_of
@@ -192,6 +193,9 @@ def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,
     assert f"{len(right)} examples: accuracy {accuracy:.4f}, f1 " in said
     assert all(row[0] == LABELS[int(float(row[2]) > float(row[1]))] for row in rows if row[1] != row[2])
     assert all(abs(float(row[1]) + float(row[2]) - 1) < 2e-4 for row in rows)
+    assert main("classify", [str(whole), "--input", str(folder / "valid.tsv"), "--score"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == out.read_text() and "examples: accuracy" in shown.err
     (folder / "unlabelled.tsv").write_text("a b\tc d\n\tc\n", encoding="utf-8")
     out.unlink()
     said = refused("classify", str(whole), "--input", folder / "unlabelled.tsv", "--output", out)
@@ -204,6 +208,18 @@ def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,
             assert torch.equal(p, theirs[name]), name
         else:
             assert p.shape != theirs[name].shape and bool(p.isfinite().all()), name
+
+
+def test_run_prepares_nothing(folder: Path) -> None:
+    file = write(folder, train={"updates": 2, "validate_every": 2, "save_every": 2})
+    taken: list[str] = []
+
+    def start(words: list[str]) -> int:
+        taken.append(words[0])
+        return main(words[0], words[1:])
+
+    steps = [f"run={folder / 'steps'}"]
+    assert run_steps(file, load_recipe(file, steps), steps, start) == 0 and taken == ["train", "average"]
 
 
 def test_seeds_have_a_mean_and_an_interval(folder: Path, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:

@@ -254,7 +254,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
     long.write_text("the dog .\n" + "the dog " * 40 + "\n", encoding="utf-8")
     for command, words, said in (
         ("evaluate", ["--context", "24"], r"--context is 24 and data\.block 24"),
-        ("evaluate", ["--test", "other"], "--test other is not prepared; .* has held, valid"),
+        ("evaluate", ["--test", "held", "--test", "other"], "^deepnmt: --test other is not prepared; .* held, valid"),
         ("score", ["--input", str(long)], r"long\.txt, line 2: has 81 tokens .* reads at most 48"),
         ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),
         ("sample", ["--temperature", "0"], "give a temperature above 0"),

@@ -230,6 +230,7 @@ def test_a_run_begins_with_a_trained_one(prepared: Path, refused: Refused) -> No
     (["model.encoder.block=admin"], "encoder.block (admin) needs a profile"),
     (["train.r_drop=1"], "train.r_drop (1.0) is not offered with task: masked_lm"),
     (["model.tied=none"], "tied (none) has no effect"),
+    (["train.best_by=accuracy"], "train.best_by: is 'accuracy', must be loss"),
     (["model.bands=[8]"], "bands ([8]) are for language models"),
     (["translate.beam=7"], "translate has no effect with task: masked_lm"),
     (["metrics={comet: {command: 'x {hyp}'}}"], "metrics has no effect with task: masked_lm"),

@@ -332,6 +332,12 @@ def test_tones_are_learned_and_recognised(
     kept = json.loads((run / "scores.json").read_text())
     assert kept["wer"] == pytest.approx(scores.values["wer"]) and kept["checkpoint"].endswith("averaged")
     assert (run / "scores" / "held.hyp").read_text(encoding="utf-8").splitlines() == found
+    assert main("evaluate", [str(run), "data.test.none=none.tsv", "--test", "held", "--test", "none"]) == 2
+    assert "there is no list none.tsv" in capsys.readouterr().err
+    write_wave(prepared / "long.wav", wave_of(1, 1.5))
+    (prepared / "long.tsv").write_text("long.wav\n", encoding="utf-8")
+    assert main("translate", [str(run), "--input", str(prepared / "long.tsv")]) == 2
+    assert "148 frames of 10 ms, but 4 times the model's max_length is 128; cut it" in capsys.readouterr().err
     again = ["translate", [str(run), "--input", str(prepared / "valid.tsv"), "--output", str(tmp_path / "again")]]
     assert main(*again) == 0 and (tmp_path / "again").read_bytes() == (tmp_path / "out.txt").read_bytes()
 
