@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -103,8 +103,12 @@ def open_output(target: Path | None) -> Iterator[TextIO]:
         out = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", newline="\n")  # in any locale
         try:
             yield out
+            out.flush()
+        except OSError as error:
+            raise _full(error, "standard output") from None
         finally:
-            out.detach()
+            with suppress(OSError):
+                out.detach()
         return
     opened = False
     try:
@@ -121,6 +125,11 @@ def open_output(target: Path | None) -> Iterator[TextIO]:
         if not opened:
             raise UserError(f"output {target} cannot be written: {error.strerror}; give a file in an existing, "
                             "writable folder") from None
-        if error.errno != errno.ENOSPC:
-            raise
-        raise UserError(f"output {target} cannot be written: no space is left; give a file on another disk") from None
+        raise _full(error, f"output {target}") from None
+
+
+def _full(error: OSError, output: str) -> Exception:
+    """What is raised where an output cannot be written any further: a sentence if the disk is full."""
+    if error.errno != errno.ENOSPC:
+        return error
+    return UserError(f"{output} cannot be written: no space is left; give a file on another disk")

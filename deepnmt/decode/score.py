@@ -183,6 +183,8 @@ def _side_by_side(source: str, translations: str) -> Iterator[tuple[str, list[Gi
         try:
             hypotheses = json.loads(line)["hypotheses"]
             known = [Given(str(h["text"]), h.get("pieces"), bool(h.get("ended", True))) for h in hypotheses]
+            if not all(isinstance(piece, str) for given in known for piece in given.pieces or ()):
+                raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{translations}, line {number}: not an object with hypotheses as deepnmt translate "
                             "--format jsonl writes it; give such a file, or one not named .jsonl") from None

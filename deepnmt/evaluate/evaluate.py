@@ -306,7 +306,7 @@ def load_test_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[Evaluati
                         "SacreBLEU's such as wmt14/full")
     sets = [_load_test_set(recipe, spec) for spec in specs]
     names = [test.name for test in sets]
-    if len(set(names)) < len(names):
+    if len(set(map(text_name, names))) < len(names):
         raise UserError(f"two of the test sets {', '.join(names)} have the same name; give each another name")
     return sets
 
@@ -357,7 +357,7 @@ def read_systems(hypotheses: Sequence[str], sets: Sequence[EvaluationSet]) -> di
         if not system or not equals:
             raise UserError(f"hypotheses {spec!r} are not of the form SYSTEM=FILE[,FILE...], for example "
                             "baseline=out.de")
-        if system in systems:
+        if text_name(system) in map(text_name, systems):
             raise UserError(f"system {system} is given twice; give each system another name")
         if len(paths) != len(sets):
             names = ", ".join(test.name for test in sets)

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full"
     full.symlink_to("/dev/full")
     with user_error("no space is left"), open_output(full) as out:
@@ -105,6 +106,12 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with user_error("no space is left"), open_output(tmp_path / "out"):
         raise OSError(errno.ENOSPC, "as a write to a full disk")
     assert list(tmp_path.iterdir()) == [full] and full.is_char_device()
+    with full.open("w") as stdout, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stdout)
+        with user_error("standard output cannot be written: no space is left"), open_output(None) as out:
+            out.write("x\n")
+        with suppress(OSError):
+            stdout.close()
 
 
 def test_output_to_links_fifos_and_devices(tmp_path: Path) -> None:

@@ -119,9 +119,11 @@ def test_faulty_requests_to_score(run: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("a\nb\n", encoding="utf-8")
     (tmp_path / "one").write_text("x\n", encoding="utf-8")
     (tmp_path / "bad.jsonl").write_text('{"hypotheses": 3}\nx\n', encoding="utf-8")
+    (tmp_path / "ids.jsonl").write_text('{"hypotheses": [{"text": "x", "pieces": [5]}]}\n' * 2, encoding="utf-8")
     (tmp_path / "other.jsonl").write_text('{"hypotheses": [{"text": "x", "pieces": ["nopiece"]}]}\n' * 2, "utf-8")
     for translations, message in ((None, "line 1: no tab"), ("one", "has 2 lines and .*one has 1"),
                                   ("bad.jsonl", "line 1: not an object with hypotheses"),
+                                  ("ids.jsonl", "line 1: not an object with hypotheses"),
                                   ("other.jsonl", "not in this model's vocabulary")):
         with user_error(message):
             score_files(run, str(tmp_path / "in"), translations and str(tmp_path / translations),

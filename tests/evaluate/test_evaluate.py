@@ -459,6 +459,10 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         read_systems([f"s={good}"], sets)
     with user_error("system s is given twice"):
         read_systems([f"s={good},{good}"] * 2, sets)
+    with user_error("system a_b is given twice"):  # in the names of files
+        read_systems([f"{name}={good},{good}" for name in ("a b", "a_b")], sets)
+    with user_error("two of the test sets x/y, x_y have the same name"):
+        load_test_sets(recipe, [f"{name}={good},{good}" for name in ("x/y", "x_y")])
     with user_error("s on second has 3 lines, but the reference has 2"):
         evaluate_run(recipe, hypotheses=[f"s={good},{good}"])
     with user_error("s on first has 1 lines, but the reference has 3"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -325,8 +326,9 @@ def _marian(folder: Path) -> Foreign:
 
 
 def _fairseq(folder: Path) -> Foreign:
-    best = folder / "checkpoint_best.pt"
-    file = best if best.is_file() else sorted(folder.glob("*.pt"))[-1]
+    by_number = sorted(folder.glob("*.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
+    named = [folder / "checkpoint_best.pt", folder / "checkpoint_last.pt"]
+    file = next((file for file in named if file.is_file()), by_number[-1])
     checkpoint = _read(file, lambda: _load(file))
     tree = None
     if isinstance(checkpoint, dict):

@@ -108,7 +108,7 @@ class CTranslate2:
             patience=settings.patience or 1.0,
             num_hypotheses=settings.nbest,
             length_penalty=settings.alpha if settings.length_penalty == "average" else 0.0,
-            min_decoding_length=settings.min_length,
+            min_decoding_length=min(settings.min_length, max(limits) - 1),
             no_repeat_ngram_size=settings.no_repeat_ngram,
             max_decoding_length=max(limits),
             max_input_length=0,

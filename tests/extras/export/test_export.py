@@ -285,6 +285,8 @@ def test_the_backend_searches_as_deepnmt_does(
                 assert one["log_prob"] == pytest.approx(other["log_prob"], rel=0.01)  # barred pieces had a share
                 assert one["tokens"] == other["tokens"]
     assert compared >= 3, compared
+    short = [backend, *search[:3], "translate.max_extra=2", "translate.min_length=300"]  # if the limit allows
+    assert main("translate", [str(run), "--input", str(source), *short, "--output", str(tmp_path / "short")]) == 0
     model = deepnmt.load(run)
     nbest = model.translate_nbest(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
                                   max_ratio=0.5, max_extra=20, nbest=2)

@@ -108,6 +108,11 @@ def test_fairseq_has_the_same_logits(pre: bool, tmp_path: Path) -> None:
     compared = [i for i, name in enumerate(known) if name != "<pad>"]
     torch.testing.assert_close(logits[:, compared], wanted[:, [number[known[i]] for i in compared]], rtol=0, atol=1e-5)
     assert loaded.recipe.model.encoder.block == ("pre_ln" if pre else "post_ln")
+    best = tmp_path / "fairseq" / "checkpoint_best.pt"
+    (tmp_path / "fairseq" / "checkpoint9.pt").write_bytes(b"older")
+    for number, name in enumerate(("checkpoint10.pt", "checkpoint_last.pt")):  # without the best, the last
+        best = best.rename(best.with_name(name))
+        assert main("import", [str(tmp_path / "fairseq"), str(tmp_path / f"again{number}")]) == 0
 
 
 def test_an_imported_model_is_fine_tuned_translated_with_and_exported(

@@ -194,7 +194,7 @@ def test_a_recipe_whose_text_cannot_say_it_is_written_whole(
     assert tuned.train.max_seconds == 0.02 and tuned.optimizer.lr_factors["encoder"] < 1
 
 
-@pytest.mark.parametrize("begin", ["optimizer: &them {{{}}}", "optimizer: !!map {{{}}}", "\ufeffoptimizer: {{{}}}"])
+@pytest.mark.parametrize("begin", ["optimizer: &them {{{}}}", "optimizer: !!map {{{}}}", "\ufeff\noptimizer: {{{}}}"])
 def test_a_recipe_with_an_anchor_a_tag_or_a_byte_order_mark(
     begin: str, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
