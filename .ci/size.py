@@ -20,8 +20,8 @@ BUDGETS = {
     "deepnmt/decode": 17_230, "deepnmt/evaluate": 9_050, "deepnmt/model": 28_200, "deepnmt/optim": 3_000,
     "deepnmt/parallel": 14_150, "deepnmt/processes": 10_300, "deepnmt/training": 17_550,
     "deepnmt/tasks": 32_500,
-    "deepnmt": 17_050,  # its own files, not those of the rooms
-    "deepnmt/extras": 89_500, "studies": 60_000, "tests": 369_700,
+    "deepnmt": 17_090,  # its own files, not those of the rooms
+    "deepnmt/extras": 89_500, "studies": 60_000, "tests": 369_800,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

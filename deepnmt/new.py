@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +213,15 @@ def machine(wanted: Hardware | None) -> tuple[Hardware, str, str]:
     return "cpu", precision, f"{cores}, faster in {precision}"
 
 
+def check_name(file: Path) -> None:
+    """Raises `UserError` if a file has no name of a recipe, or one that YAML would read otherwise in its lines."""
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
+    if not re.fullmatch(r"\w([\w .+-]*[\w.+-])?", file.stem):
+        raise UserError(f"{file}: the folders of data and run get the recipe's name, which must begin with a letter or "
+                        "digit and have only these, spaces, '.', '_', '+' and '-'; give another")
+
+
 def new_recipe(
     file: Path, corpus: Corpus, langs: tuple[str, str], hardware: Hardware | None = None,
     valid: Corpus | None = None, test: Corpus | None = None,
@@ -230,8 +240,7 @@ def new_recipe(
     Raises:
         UserError: a text cannot be read, is too small, or a file is there already or cannot be written.
     """
-    if file.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
+    check_name(file)
     if file.exists():
         raise UserError(f"{file} exists already; give another name, or remove it")
     folder = Path("data") / file.stem / "text"

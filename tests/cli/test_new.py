@@ -101,6 +101,17 @@ def test_mistakes(
     assert message in capsys.readouterr().err and not Path("my.yaml").exists()
 
 
+@pytest.mark.parametrize("name", ["a #b", "a: b", "{a}", "*a", "a,b"])
+def test_names_that_yaml_reads_otherwise(name: str, text: list[tuple[str, str]],
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe of "a #b" had the run folder of "a"."""
+    words = ["--src", "a.de", "--trg", "a.en", "--machine", "cpu"]
+    assert main("new", [f"{name}.yaml", *words]) == 2 and not Path("data").exists()
+    assert "the folders of data and run get the recipe's name" in capsys.readouterr().err
+    assert main("new", ["my été-2.1.yaml", *words]) == 0
+    assert load_recipe(Path("my été-2.1.yaml"), []).run == "runs/my été-2.1"
+
+
 @pytest.mark.parametrize(("hardware", "number"), [(name, n) for name, rows in TABLE.items() for n in range(len(rows))])
 def test_every_row_makes_a_recipe_that_is_accepted(
     hardware: Hardware, number: int, text: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch,

@@ -76,8 +76,8 @@ def evaluate(words: list[str]) -> None:
         "deepnmt evaluate runs/my --test valid",
     )
     add = parser.add_argument
-    add("--test", action="append", metavar="NAME", help="a test text's name in data.test, or valid; repeat it for "
-        "several (default: all of data.test)")
+    add("--test", action="append", metavar="NAME", help="a test text's name in data.test, or valid (of texts of one "
+        "side); repeat it for several (default: all of data.test)")
     add("--context", type=int, default=0, metavar="N", help="tokens before each that it is predicted from at least, "
         "below data.block (default 0: windows that do not overlap)")
     add("--metric", action="append", metavar="NAME", help=f"of pairs: {either([*METRICS, *METRIC_FAMILIES])}; repeat "

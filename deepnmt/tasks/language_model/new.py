@@ -13,7 +13,7 @@ from pathlib import Path
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import reporting
-from deepnmt.new import Hardware, machine
+from deepnmt.new import Hardware, check_name, machine
 from deepnmt.shipped import schema_of
 from deepnmt.tasks.language_model.text import read_documents
 
@@ -68,8 +68,7 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     Raises:
         UserError: the text cannot be read or is too short, or a file is there already or cannot be written.
     """
-    if file.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
+    check_name(file)
     folder = Path("data") / file.stem / "text"
     for path in (file, folder):
         if path.exists():

@@ -317,6 +317,7 @@ def test_a_text_that_gives_no_recipe_leaves_nothing(text: str, said: str, tmp_pa
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(text, encoding="utf-8")
     assert said in refused("new", "my.yaml", "--text", "text.txt", "--machine", "cpu")
+    assert "the folders of data and run get the recipe's name" in refused("new", "a #b.yaml", "--text", "text.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
     Path("text.txt").write_text("a b\n" * 101, encoding="utf-8")
     assert main("new", ["my.yaml", "--text", "text.txt", "--machine", "cpu"]) == 0
