@@ -776,6 +776,9 @@ class Optimizer(Section):
     """Factors of the learning rate for parts of the model, as in `{decoder: 0.1, embeddings: 0.01}`. A part is a name
     of parameters or its beginning (`encoder`, `decoder.layers.0`), with `*` for anything (`*.cross_attn`). Where
     several match, the last counts."""
+    lr_factors_until: Annotated[CountOrZero, Fact.SEEN] = 0
+    """Updates for which `lr_factors` hold. In as many updates after them they rise to 1 (geometrically): an encoder
+    that would collapse in the beginning learns at the whole rate afterwards. 0: they hold to the end."""
     betas: list[Rate] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
     """Decay of the running means of the gradient and of its square (not with sgd)."""
     eps: Positive = 1e-9
@@ -804,6 +807,9 @@ class Optimizer(Section):
             if setting in misplaced:
                 yield Fault((setting, "name"), f"{setting} ({getattr(self, setting)}) has no effect with name: "
                             f"{self.name}; remove it")
+        if self.lr_factors_until and not self.lr_factors:
+            yield Fault(("lr_factors_until", "lr_factors"), f"lr_factors_until ({self.lr_factors_until}) has no effect "
+                        "because lr_factors is empty; set it to 0")
         if self.weight_decay and self.decay_norms_and_biases is None:
             yield Fault(("weight_decay", "decay_norms_and_biases"), f"weight_decay ({self.weight_decay:g}) needs "
                         "decay_norms_and_biases: true (every parameter) or false (matrices alone)")

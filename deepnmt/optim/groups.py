@@ -17,12 +17,14 @@ from deepnmt.model.transfer import factors_of
 
 class GroupKey(NamedTuple):
     """What the parameters of a group have in common: weight decay, the factor of their learning rate, which is 0 if
-    they are frozen, whether they are matrices that Muon updates, and Adam's eps."""
+    they are frozen, whether they are matrices that Muon updates, Adam's eps, and what of the factor is their part's in
+    `optimizer.lr_factors`."""
 
     weight_decay: float
     factor: float
     muon: bool
     eps: float
+    part: float = 1.0
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], recipe: config.Recipe) -> list[dict[str, Any]]:
@@ -46,14 +48,14 @@ def group_key(name: str, shape: Sequence[int], recipe: config.Recipe) -> GroupKe
     settings, rule = recipe.optimizer, _rule_of(name, recipe.model)
     if any(is_in(part, name) for part in recipe.train.freeze):
         return GroupKey(0.0, 0.0, muon=False, eps=settings.eps)
-    factors = [factor for part, factor in settings.lr_factors.items() if is_in(part, name)]
+    part = ([1.0] + [factor for part, factor in settings.lr_factors.items() if is_in(part, name)])[-1]
     decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
     if rule.decayed is not None:
         decayed = rule.decayed
     muon = OPTIMIZERS[settings.name].whole_matrices and len(shape) == 2 and ".layers." in name and rule.muon
     carried = factors_of(name, recipe.model, muon)
     return GroupKey(carried.decay * settings.weight_decay if decayed else 0.0,
-                    carried.rate * rule.factor * (factors[-1] if factors else 1.0), muon, carried.eps * settings.eps)
+                    carried.rate * rule.factor * part, muon, carried.eps * settings.eps, part)
 
 
 def _rule_of(name: str, model: config.Model) -> Rule:

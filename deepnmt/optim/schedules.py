@@ -39,10 +39,20 @@ def learning_rate(
     return SCHEDULES[schedule.name](peak, schedule, RunProgress(update, last_update, passes, validations))
 
 
-def set_rate(optimizer: Any, rate: float) -> None:
-    """Sets the learning rate of every group; `optimizer` is PyTorch's, or one of DeepSpeed's around it."""
+def set_rate(optimizer: Any, rate: float, risen: float = 0.0) -> None:
+    """Sets the learning rate of every group; `optimizer` is PyTorch's, or one of DeepSpeed's around it.
+
+    Args:
+        risen: of `factors_risen`.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"]
+        group["lr"] = rate * group["factor"] * group["part"] ** -risen
+
+
+def factors_risen(settings: config.Optimizer, update: int) -> float:
+    """How far `optimizer.lr_factors` have risen to 1 in an update, on a logarithmic scale: 0 as given, 1 at the end."""
+    until = settings.lr_factors_until
+    return min(max(update - until, 0) / until, 1.0) if until else 0.0
 
 
 def _inverse_sqrt(peak: float, schedule: config.Schedule, now: RunProgress) -> float:

@@ -40,7 +40,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
 from deepnmt.optim.scaler import LossScaler, ScalerState
-from deepnmt.optim.schedules import set_rate
+from deepnmt.optim.schedules import factors_risen, set_rate
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Build, Reading
 from deepnmt.parallel.flat import update_flat
@@ -332,7 +332,7 @@ class DeepSpeedEngine:
                 p.grad /= self._loss_factor
 
     def _set_rate(self, rate: float) -> None:
-        set_rate(self.engine.optimizer, rate)
+        set_rate(self.engine.optimizer, rate, factors_risen(self.recipe.optimizer, self._applied + 1))
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:

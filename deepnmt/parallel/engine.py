@@ -23,7 +23,7 @@ from deepnmt.model.objective import objective_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.optimizers import build_optimizer, initial_moment, moment_names
 from deepnmt.optim.scaler import ScalerState
-from deepnmt.optim.schedules import set_rate
+from deepnmt.optim.schedules import factors_risen, set_rate
 
 # Builds the whole model with its weights still to be set, and calls its argument with each part as soon as that is
 # built; see `Transformer`.
@@ -212,7 +212,7 @@ class LocalEngine:
         self.module = module.to(device)
         self.data_rank, self.data_world = 0, 1
         self.parameters = sum(p.numel() for p in module.parameters())
-        self.clip = recipe.train.clip
+        self.clip, self.settings = recipe.train.clip, recipe.optimizer
         self.optimizer = build_optimizer(dict(self.module.named_parameters()), recipe)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -235,7 +235,7 @@ class LocalEngine:
         applied = math.isfinite(norm) and math.isfinite(reading.figures[0])
         if applied:
             clip_gradients(self.module.parameters(), norm, self.clip)
-            set_rate(self.optimizer, rate)
+            set_rate(self.optimizer, rate, factors_risen(self.settings, self._applied + 1))
             self.optimizer.step()
             self._applied += 1
         self.optimizer.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ from warm import Warm
 from deepnmt.config import Recipe
 from deepnmt.optim.groups import is_in
 from deepnmt.optim.optimizers import build_optimizer
-from deepnmt.optim.schedules import set_rate
+from deepnmt.optim.schedules import factors_risen, set_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.launch import processes
@@ -31,7 +31,7 @@ def recipe(layout: str, stages: int, accumulation: int) -> Recipe:
         model={"width": 16, "heads": 2, "ffn": 25, "dropout": 0.1,
                "encoder": {"block": "pre_ln", "layers": 2}, "decoder": {"block": "pre_ln", "layers": 2}},
         optimizer={"name": "adamw", "weight_decay": 0.1, "decay_norms_and_biases": False,
-                   "lr_factors": {"decoder": 0.5, "decoder.layers.1.ffn": 0.25}},
+                   "lr_factors": {"decoder": 0.5, "decoder.layers.1.ffn": 0.25}, "lr_factors_until": 6},
         train={"updates": UPDATES, "clip": 0.5, "freeze": FROZEN, "ema": DECAY},
         parallel=parallel(layout, stages))
 
@@ -119,6 +119,20 @@ def test_rates_are_multiplied_by_the_factors() -> None:
     optimizer.step()
     moved = [round(1 - p[0, 0].item(), 6) for p in parameters.values()]
     assert moved == [5e-3, 1e-3, 2e-2, 0.0, 1e-2]
+
+
+def test_factors_hold_and_then_rise_to_one() -> None:
+    settings = recipe_with(optimizer={"lr_factors": {"encoder": 0.25, "encoder.norm": 4.0}, "lr_factors_until": 10},
+                           train={"updates": 1, "freeze": ["decoder"]})
+    names = ["encoder.layers.0.ffn.fc1.weight", "encoder.norm.weight", "decoder.norm.weight", "embeddings.weight"]
+    optimizer = build_optimizer({name: torch.nn.Parameter(torch.ones(2)) for name in names}, settings)
+    rates = {}
+    for update in (1, 10, 15, 20, 99):
+        set_rate(optimizer, 0.5, factors_risen(settings.optimizer, update))
+        rates[update] = sorted(group["lr"] for group in optimizer.param_groups)
+    assert rates[1] == rates[10] == [0.0, 0.125, 0.5, 2.0]
+    assert rates[15] == [0.0, 0.25, 0.5, 1.0]  # halfway on a logarithmic scale
+    assert rates[20] == rates[99] == [0.0, 0.5, 0.5, 0.5]
 
 
 def test_a_dropped_update_leaves_the_average() -> None:

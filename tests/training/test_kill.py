@@ -92,7 +92,8 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     options = (*layout_options(name, stages), *settings, f"train.updates={UPDATES}",
                f"train.checkpoint_form={'shards' if world > 1 else 'auto'}", f"train.save_every={SAVE_EVERY}",
                f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2", "train.ema=0.9",
-               "train.freeze=[encoder.layers.0]", "optimizer.lr_factors={decoder: 0.5}")
+               "train.freeze=[encoder.layers.0]", "optimizer.lr_factors={decoder: 0.5}",
+               "optimizer.lr_factors_until=9")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()
     seed = time.time_ns()
