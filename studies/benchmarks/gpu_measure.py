@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from deepnmt.batch import TRANSLATION, Batch
+from deepnmt.cli import end_process
 from deepnmt.config import Model, check_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.files import read_log, write_json
@@ -260,4 +261,4 @@ def run_job(job: Path | str, answer: Path | str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_job(sys.argv[1], sys.argv[2]))
+    end_process(run_job(sys.argv[1], sys.argv[2]))

@@ -112,7 +112,8 @@ def test_one_run_trains_at_a_time(layout: str | None, prepared: Path, run: deepn
         deepnmt.train(recipe, {**changes, "run": tmp_path / "other"})
     refused.set()
     thread.join()
-    assert losses(tmp_path / "one") == losses(run.folder) and not (tmp_path / "other").exists()
+    assert losses(tmp_path / "one") == pytest.approx(losses(run.folder), rel=1e-6 if layout else 0, abs=0)
+    assert not (tmp_path / "other").exists()
     assert deepnmt.train(recipe, {**changes, "train.updates": 7}).update == 7
 
 

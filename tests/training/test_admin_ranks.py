@@ -83,6 +83,7 @@ def test_the_tool_runs_on_one_process_and_on_two(
 ) -> None:
     recipe = str(prepared / "recipe.yaml")
     monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr("deepnmt.cli.end_process", sys.exit)  # this process goes on
     with pytest.raises(SystemExit) as ended:
         run_tool(recipe, f"run={tmp_path}/alone")
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("encoder  ω_1 1.000")
