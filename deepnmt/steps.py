@@ -80,7 +80,7 @@ def run_steps(
         if code:
             return code
     commands = [["train", file, *overrides], ["average", recipe.run]]
-    if "folder" in type(recipe.data).model_fields:  # a classifier's examples are not prepared
+    if "folder" in type(recipe.data).model_fields:  # some tasks have nothing to prepare
         commands.insert(0, ["prepare", file, *overrides])
     if getattr(recipe.data, "test", None):
         commands.append(["evaluate", recipe.run, *_metrics(recipe)])
