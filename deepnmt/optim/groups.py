@@ -48,7 +48,10 @@ def group_key(name: str, shape: Sequence[int], recipe: config.Recipe) -> GroupKe
     settings, rule = recipe.optimizer, _rule_of(name, recipe.model)
     if any(is_in(part, name) for part in recipe.train.freeze):
         return GroupKey(0.0, 0.0, muon=False, eps=settings.eps)
-    part = ([1.0] + [factor for part, factor in settings.lr_factors.items() if is_in(part, name)])[-1]
+    part = 1.0
+    for pattern, factor in settings.lr_factors.items():
+        if is_in(pattern, name):
+            part = factor
     decayed = settings.decay_norms_and_biases is not False or len(shape) > 1
     if rule.decayed is not None:
         decayed = rule.decayed
