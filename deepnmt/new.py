@@ -16,7 +16,7 @@ from typing import Literal
 from deepnmt.config import Corpus, Vocab, load_recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.split import split_corpus
-from deepnmt.data.subwords import SAMPLERS
+from deepnmt.data.subword_variants import SAMPLERS
 from deepnmt.data.text import Pair, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError

@@ -372,7 +372,7 @@ class VocabFacts(Choice):
     model_type: int
 
 
-# data/subwords.py, `SAMPLERS`; SentencePiece trains and segments
+# data/subword_variants.py, `SAMPLERS`; SentencePiece trains and segments
 VOCAB_KINDS = Choices({
     "bpe": VocabFacts(line="byte-pair encoding", paper="Sennrich et al. 2016", model_type=2),
     "unigram": VocabFacts(line="the unigram model", paper="Kudo 2018", model_type=1),

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from deepnmt.config import Filters
 from deepnmt.data.arrays import Tokens
 from deepnmt.data.filters import KEPT, Codes, filter_by_length
-from deepnmt.data.subwords import SAMPLERS, Sampler
+from deepnmt.data.subword_variants import SAMPLERS, Sampler
 from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError

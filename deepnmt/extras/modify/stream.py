@@ -21,7 +21,7 @@ from deepnmt.config import Modify, Recipe
 from deepnmt.data.arrays import Indices, Lengths, Tokens
 from deepnmt.data.batching import Rows, Sentences, Stream, Text
 from deepnmt.data.prepared import REMEDY, PreparedData
-from deepnmt.data.subwords import SAMPLERS
+from deepnmt.data.subword_variants import SAMPLERS
 from deepnmt.errors import UserError
 from deepnmt.extras.modify.modifiers import CASES, MODIFIERS, Pair
 from deepnmt.extras.modify.words import Words

@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from deepnmt.data.subwords import Sampler
+from deepnmt.data.subword_variants import Sampler
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.tokens import UNK
 

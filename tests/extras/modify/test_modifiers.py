@@ -11,7 +11,7 @@ import pytest
 
 from deepnmt.config import Vocab, load_recipe
 from deepnmt.data.prepared import open_prepared
-from deepnmt.data.subwords import BpeDropout
+from deepnmt.data.subword_variants import BpeDropout
 from deepnmt.data.vocab import SPACE, Vocabulary, train_vocabulary
 from deepnmt.extras.modify import modifiers
 from deepnmt.extras.modify.modifiers import CASES, MODIFIERS, Pair

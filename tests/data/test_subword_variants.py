@@ -14,7 +14,7 @@ import pytest
 import sentencepiece
 
 from deepnmt import config
-from deepnmt.data.subwords import SAMPLERS, BpeDropout, UnigramSampling
+from deepnmt.data.subword_variants import SAMPLERS, BpeDropout, UnigramSampling
 from deepnmt.data.vocab import SPACE, Vocabulary, train_vocabulary
 from deepnmt.tokens import UNK
 
@@ -128,7 +128,7 @@ def test_another_process_samples_the_same(kind: Kind, tmp_path) -> None:
     vocab = _vocab(kind)
     (tmp_path / "m.spm").write_bytes(vocab.bytes)
     code = ("from pathlib import Path; from deepnmt.data.vocab import Vocabulary\n"
-            "from deepnmt.data.subwords import SAMPLERS\n"
+            "from deepnmt.data.subword_variants import SAMPLERS\n"
             f"print(SAMPLERS[{kind!r}](Vocabulary.load(Path({str(tmp_path / 'm.spm')!r})), 0.2)"
             f".sample_batch({LINES[:50]!r}, 5))")
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
