@@ -26,7 +26,8 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine, LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation import source_use
-from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_source_use, measure_validation_text
+from deepnmt.tasks.translation.collapse import collapse_note, has_collapsed
+from deepnmt.tasks.translation.source_use import SourceUse, measure_source_use, measure_validation_text
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.tokens import PAD
 from deepnmt.training.divergence import diverged
@@ -138,7 +139,7 @@ def test_a_planted_collapse_and_what_is_said_of_it(recipe: Recipe, data: Prepare
 @pytest.mark.parametrize(("gain", "common", "collapsed"), [
     (0.0, 0.98, True), (0.12, 0.98, False), (0.0, 0.88, False), (math.nan, 0.98, False), (0.0, math.nan, False)])
 def test_when_an_encoder_has_collapsed(gain: float, common: float, collapsed: bool) -> None:
-    assert SourceUse(gain, common, 0.5, 1.0).collapsed == collapsed
+    assert has_collapsed(SourceUse(gain, common, 0.5, 1.0)) == collapsed
 
 
 def test_each_corpus_has_its_own_figures(recipe: Recipe, data: PreparedData, monkeypatch: pytest.MonkeyPatch) -> None:

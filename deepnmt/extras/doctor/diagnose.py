@@ -76,7 +76,8 @@ from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
-from deepnmt.tasks.translation.source_use import collapse_note, measure_source_use
+from deepnmt.tasks.translation.collapse import collapse_note
+from deepnmt.tasks.translation.source_use import measure_source_use
 from deepnmt.training.profile import profile_for
 
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted

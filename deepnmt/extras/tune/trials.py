@@ -23,6 +23,7 @@ from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.extras.tune.plan import Budget, Point, Stages, settings_of, shortened, words
 from deepnmt.files import drop_partial_line, read_log, read_numbered_log
 from deepnmt.progress import print_status
+from deepnmt.tasks.translation.collapse import has_collapsed
 from deepnmt.tasks.translation.source_use import SourceUse
 from deepnmt.training.divergence import Diverged
 from deepnmt.training.reporters import clock
@@ -182,7 +183,7 @@ def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
     figures |= {"diverged": False, "loss": round(loss, 4)}
     if use is not None:
         figures |= {"source_gain": round(use.source_gain, 4), "encoder_common": round(use.encoder_common, 3),
-                    "collapsed": use.collapsed}
+                    "collapsed": has_collapsed(use)}
     return figures
 
 

@@ -45,8 +45,6 @@ GAIN = 0.2  # nats: over 12 tokens the right source makes a sentence exp(2.4) = 
 SENTENCES = 128  # at most, of a validation text
 LEAST = 32  # sentences; and a validation takes no more than a sixteenth of its text, so that it costs little
 BATCH = 2048  # tokens of a micro-batch
-COLLAPSED = 0.9  # the common vector's share in the output of an encoder that has collapsed
-LATEST = 1000  # the update from which a collapse counts, however long the warm-up
 
 
 @dataclass(frozen=True)
@@ -76,28 +74,6 @@ class SourceUse:
     def __str__(self) -> str:
         return (f"{100 * self.encoder_common:.0f} % of the encoder's output is one vector, and another sentence's "
                 f"source costs {round(self.source_gain, 2) + 0.0:.2f} nats a target token")
-
-    @property
-    def collapsed(self) -> bool:
-        """Whether the encoder puts out one vector and the source is hardly used."""
-        return self.encoder_common > COLLAPSED and self.source_gain < GAIN / 2
-
-
-def settled(recipe: Recipe) -> int:
-    """The update from which a collapse counts: the end of the warm-up, in which some encoders come near it and escape,
-    but `LATEST` at most."""
-    return min(max(1, recipe.schedule.warmup), LATEST)
-
-
-def collapse_note(recipe: Recipe, update: int, use: SourceUse) -> str | None:
-    """A sentence with the setting to change if the encoder has collapsed by this update, else None."""
-    if update < settled(recipe) or not use.collapsed:
-        return None
-    factors = {"encoder": 1.0, **recipe.optimizer.lr_factors}
-    factors["encoder"] /= 10
-    setting = ", ".join(f"{part}: {factor:g}" for part, factor in factors.items())
-    return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone: "
-            f"'optimizer.lr_factors={{{setting}}}' (docs/guide/when_a_run_fails.md)")
 
 
 def measure_validation_text(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, SourceUse]:

@@ -16,7 +16,8 @@ from deepnmt.evaluate.metrics import make_scorers, outside_of
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
-from deepnmt.tasks.translation.source_use import SourceUse, collapse_note, measure_validation_text, settled
+from deepnmt.tasks.translation.collapse import collapse_note, settled
+from deepnmt.tasks.translation.source_use import SourceUse, measure_validation_text
 from deepnmt.tasks.translation.validate import validate
 from deepnmt.training.dry_run import describe
 from deepnmt.training.fine_tuning import check_parts
