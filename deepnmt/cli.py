@@ -103,7 +103,8 @@ def overview_of(program: str, groups: Mapping[str, Mapping[str, Command]], end: 
     """What `--help` prints: every command with the first line of its docstring, under the headline of its group."""
     lines = [f"usage: {program} COMMAND ...", f"       {program} COMMAND --help"]
     for headline, commands in groups.items():
-        lines += ["", f"{headline}:"]
+        if commands:  # where visitors are gone, a group may have none
+            lines += ["", f"{headline}:"]
         for name, run in commands.items():
             lines.append(f"  {name:<15}{run.__doc__}")
     return "\n".join([*lines, "", end])

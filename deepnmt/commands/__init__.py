@@ -28,7 +28,7 @@ RECIPES = "Recipes to begin with"
 TEXT = "From text to a score, in the order of use"
 EXAMINE = "Examine a model, or convert it"
 TRY = "Try deepnmt, or a cluster"
-_CORE = ("recipes", "text", "train", "convert", "cluster")
+_CORE = ("recipes", "text", "train", "convert")
 
 
 def command_modules() -> list[ModuleType]:

@@ -310,7 +310,7 @@ def decide_on_start(reports: Sequence[Facts], differ: bool = False) -> Facts:
         refused = differences(reports, MUST_MATCH)
         notes = differences(reports, SHOULD_MATCH)
     if refused:
-        refused.append("make them the same on all machines; deepnmt check-cluster shows every difference")
+        refused.append("make them the same on all machines")
     sharing: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         if "gpu_id" in report:

@@ -18,7 +18,7 @@ import yaml
 from installed import environment
 from xopen import xopen
 
-import deepnmt.evaluate.report  # noqa: F401  # its pictures are drawn: none are in what is imported later
+import deepnmt.plots  # noqa: F401  # pictures are drawn: none are in what is imported later
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
 from deepnmt.processes.launch import free_port

@@ -9,7 +9,7 @@ import pytest
 from deepnmt.config import Fact, Recipe, choices, load_recipe
 from deepnmt.config.choices import Choices
 from deepnmt.config.fields import way_to
-from deepnmt.data import subwords
+from deepnmt.data import subword_variants
 from deepnmt.decode import formats
 from deepnmt.errors import UserError
 from deepnmt.evaluate import metrics
@@ -25,7 +25,7 @@ from deepnmt.training.task import Task, find_task
     (choices.NORMS, blocks.NORMS),
     (choices.ACTIVATIONS, sublayers.ACTIVATIONS),
     (choices.POSITIONS, positions.POSITIONS),
-    (choices.VOCAB_KINDS, subwords.SAMPLERS),
+    (choices.VOCAB_KINDS, subword_variants.SAMPLERS),
     (choices.OPTIMIZERS, optimizers.OPTIMIZERS),
     (choices.SCHEDULES, schedules.SCHEDULES),
     (choices.OBJECTIVES, objective.OBJECTIVES),

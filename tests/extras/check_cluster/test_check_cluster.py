@@ -10,7 +10,7 @@ from refusals import Refused
 from warm import Warm
 
 from deepnmt.cli import main
-from deepnmt.processes.check import judge
+from deepnmt.extras.check_cluster.check import judge
 from deepnmt.processes.rendezvous import core_shares, decide_on_start, differing
 
 HEALTHY: dict[str, Any] = {

@@ -26,7 +26,7 @@ def check_cluster(words: list[str]) -> int:
                         help="megabytes of the all-reduce that is timed (default 64)")
     args, recipe = parse(parser, words)
     positive(args, "mb")
-    from deepnmt.processes.check import check_cluster
+    from deepnmt.extras.check_cluster.check import check_cluster
 
     with processes_of(recipe, differ=True) as ranks:
         text, faults = check_cluster(recipe, ranks, args.mb)

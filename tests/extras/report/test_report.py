@@ -19,7 +19,7 @@ from deepnmt.cli import main
 from deepnmt.decode.translate import translate_files
 from deepnmt.evaluate.evaluate import evaluate_run, texts_folder
 from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines
-from deepnmt.evaluate.report import group_of, group_words, marked, write_report
+from deepnmt.extras.report.page import group_of, group_words, marked, write_report
 
 SOURCES = [*tiny_run.SENTENCES, "a dog sings", "the <red> house", "two old cats see the small tree & run"] * 3
 TARGETS = ["der kleine Hund sieht ein rotes Haus", "eine Katze läuft zum alten Baum", "zwei Vögel singen im Garten",

@@ -1,0 +1,1 @@
+"""`deepnmt report`: a page about the scores and translations of a run, or of two."""

@@ -1,0 +1,44 @@
+"""The command `report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from deepnmt.arguments import parse, recipe_parser, settable
+from deepnmt.commands import TEXT, Command
+from deepnmt.config import load_recipe
+from deepnmt.errors import UserError
+
+
+def report(words: list[str]) -> None:
+    """Write a page about a run's scores and translations, or compare two runs."""
+    parser = recipe_parser(
+        "report",
+        "Writes a page about a run that was evaluated: its learning curve, its scores, the ten best and worst\n"
+        "sentences of each test set, and how it does on short and long sentences and on frequent and rare words. With\n"
+        "a second run it also shows where the two differ.\n\n"
+        "Reads RUN/scores.json and RUN/scores, which deepnmt evaluate writes, log.jsonl, and the training text, in\n"
+        "which words are counted. Writes RUN/report.html, one file that needs no network.",
+        "deepnmt report runs/my\n"
+        "deepnmt report runs/my runs/other --output comparison.html",
+        more="[RUN]",
+    )
+    add = parser.add_argument
+    add("--scores", default="scores.json", metavar="NAME", help="the file of scores in the run (default scores.json)")
+    add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    args, recipe = parse(parser, words)
+    if recipe.task != type(recipe).default("task"):
+        raise UserError(f"the recipe has task: {recipe.task}, but report shows translations beside their references; "
+                        "give a run of translation")
+    settable(args, "report", "what was scored is shown as it is")
+    if len(args.runs) > 1:
+        raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
+    from deepnmt.extras.report.page import write_report
+
+    others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]
+    print(write_report([recipe, *others], args.scores, args.output or Path(recipe.run) / "report.html"))
+
+
+GROUP = TEXT
+COMMANDS: dict[str, Command] = {"report": report}
