@@ -47,7 +47,7 @@ from deepnmt.evaluate.evaluate import load_test_sets
 from deepnmt.evaluate.metrics import Report, score_systems
 from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
-from deepnmt.processes.launch import count_gpus, processes, rank_from_environment
+from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import PREEMPTED
 from deepnmt.training.trainer import train as train_run

@@ -72,7 +72,7 @@ def run_command(
         if not reported:
             print(f"deepnmt: {error}", file=sys.stderr, flush=True)
         if _is_on_several_machines() and error.reported is None:
-            from deepnmt.processes.launch import end_others
+            from deepnmt.processes.process_group import end_others
 
             end_others(str(error))
         return 2

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from deepnmt.model.admin import AdminProfile
+    from deepnmt.model.admin_profile import AdminProfile
 
 # Okabe and Ito's palette, which people with any form of colour blindness can distinguish. In a grey print, dashes and
 # markers distinguish the lines.

@@ -15,7 +15,7 @@ from pathlib import Path
 from deepnmt.config import Model
 from deepnmt.errors import UserError
 from deepnmt.files import table
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.plots import GREY, LEGEND, panels, save, style
 

@@ -38,7 +38,7 @@ from deepnmt.files import make_parent_folder, make_run_folder
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tasks.translation.task import TASK as TRANSLATION

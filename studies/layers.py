@@ -33,7 +33,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.training.profile import profile_for

@@ -18,7 +18,7 @@ from deepnmt.config import check_recipe
 from deepnmt.data.text import read_lines
 from deepnmt.errors import UserError
 from deepnmt.files import read_log, table, write_text
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.progress import print_status
 from deepnmt.tasks.classify.predict import require_classifier, train_seeds
 from deepnmt.training.task import prepare

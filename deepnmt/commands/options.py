@@ -84,8 +84,8 @@ def translate_text(args: Namespace, recipe: Recipe) -> None:
 
 
 def processes_of(recipe: Recipe, *, group: bool = False, differ: bool = False) -> AbstractContextManager[Ranks]:
-    """The processes of this start, as the recipe has them; see `deepnmt.processes.launch.processes`."""
-    from deepnmt.processes.launch import processes
+    """The processes of this start, as the recipe has them; see `deepnmt.processes.process_group.processes`."""
+    from deepnmt.processes.process_group import processes
 
     settings = recipe.parallel
     return processes(settings.threads, group=group, differ=differ, device=settings.device, wait=settings.start_timeout)

@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("--launcher", metavar="COMMAND", help="what starts training, translation and scoring on "
                         "several processes (default: one process)")
     args, recipe = parse(parser, words)
-    from deepnmt.processes.launch import rank_from_environment
+    from deepnmt.processes.process_group import rank_from_environment
     from deepnmt.steps import run_steps, starter
 
     if rank_from_environment()[1] > 1:

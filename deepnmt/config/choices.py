@@ -81,7 +81,7 @@ class BlockFacts(Choice):
     The class of a plug-in's block says of itself what differs from these defaults, as in `growable = True`.
 
     Attributes:
-        profiled: its ω are measured before the first update (`model/admin.py`).
+        profiled: its ω are measured before the first update (`model/admin_profile.py`).
         growable: copies of its layers can begin a deeper stack.
         foldable: it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α.
         rewritable: there is a Post-LN model with the same logits (`export/post_ln.py`).

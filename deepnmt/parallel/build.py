@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepnmt.config import Recipe
 from deepnmt.model import overrides
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.init import Initialiser
 from deepnmt.model.transformer import fill_with_nan
 from deepnmt.parallel.compiled import compile_layers

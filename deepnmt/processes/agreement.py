@@ -16,8 +16,8 @@ from typing import Any
 from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
+from deepnmt.processes.handshake import agree
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import agree
 
 _SHOW_LATE = 5.0  # seconds after which a network file system surely shows a new file
 

@@ -32,7 +32,7 @@ from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
 from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.processes.launch import rank_from_environment
+from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins

@@ -31,9 +31,9 @@ from deepnmt.model.init import Source
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import rank_from_environment
+from deepnmt.processes.handshake import agree
+from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status
 from deepnmt.training.dry_run import plan_by_shapes, shapes_by_name
 from deepnmt.training.fine_tuning import check_parts, find_trained

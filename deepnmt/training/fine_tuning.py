@@ -30,8 +30,8 @@ from deepnmt.folders import MANIFEST
 from deepnmt.model.blocks import BLOCKS
 from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import is_in
+from deepnmt.processes.handshake import agree
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import agree
 from deepnmt.progress import print_status
 
 Vocabs = tuple[Vocabulary, Vocabulary]

@@ -17,7 +17,7 @@ from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, reporting
-from deepnmt.model.admin import AdminProfile, measure
+from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status

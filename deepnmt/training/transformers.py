@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepnmt.config import Recipe
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine

@@ -31,7 +31,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import StepStats
 from deepnmt.parallel.pipeline.partition import multiply_adds
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tokens import BOS, EOS, PAD
 from deepnmt.training.trainer import train

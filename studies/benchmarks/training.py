@@ -33,7 +33,7 @@ from deepnmt.files import make_parent_folder, write_json
 from deepnmt.model.positions import sinusoids
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import count_gpus
+from deepnmt.processes.process_group import count_gpus
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tokens import PAD

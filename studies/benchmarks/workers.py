@@ -24,7 +24,7 @@ from typing import Any
 
 from deepnmt.cli import end_process
 from deepnmt.errors import UserError
-from deepnmt.processes.launch import free_port, processes
+from deepnmt.processes.process_group import free_port, processes
 from deepnmt.processes.ranks import Ranks
 
 _GRACE = 2.0  # seconds the other processes get to end by themselves once one has failed

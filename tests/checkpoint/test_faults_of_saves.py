@@ -27,7 +27,7 @@ from deepnmt.checkpoint.tensors import Part
 from deepnmt.config import Train
 from deepnmt.errors import UserError
 from deepnmt.processes import heartbeat
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 WORLD = 2

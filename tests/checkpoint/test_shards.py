@@ -36,7 +36,7 @@ from deepnmt.checkpoint.consolidate import consolidate
 from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part, index_of, tensor_file
 from deepnmt.config import dump_recipe
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 
 MOMENTS = {"exp_avg": 0.5, "exp_avg_sq": 0.25}
 

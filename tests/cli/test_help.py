@@ -21,7 +21,7 @@ from xopen import xopen
 import deepnmt.plots  # noqa: F401  # pictures are drawn: none are in what is imported later
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
-from deepnmt.processes.launch import free_port
+from deepnmt.processes.process_group import free_port
 from studies import __main__ as studies
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ from deepnmt.decode.models import load_models
 from deepnmt.decode.score import Given, score_files, score_lines
 from deepnmt.decode.steppers import mean_logits
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 CHANGES = {"train.updates": 6, "train.validate_every": 6, "train.save_every": 6, "train.valid_bleu": False}

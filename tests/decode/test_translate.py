@@ -29,7 +29,7 @@ from deepnmt.decode.models import cast_weights
 from deepnmt.decode.steppers import CachedStepper
 from deepnmt.decode.translate import Hypothesis, translate_files, translate_lines, translate_shards
 from deepnmt.model.transformer import Transformer
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from studies.benchmarks.recomputing import RecomputingStepper
 
 LINES = ["a dog sees the tree", "", "two cats", "the old red house is in the garden", " \t ", "birds", "a", "sing sing"]

@@ -43,7 +43,7 @@ from deepnmt.extras.export.job import export_run
 from deepnmt.extras.export.searcher import load_exported
 from deepnmt.extras.fetch.fetch import Text, is_there, read_record
 from deepnmt.files import read_log
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.training.log import Monitor

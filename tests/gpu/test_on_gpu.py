@@ -30,7 +30,7 @@ from deepnmt.decode.steppers import CachedStepper
 from deepnmt.model.init import new_model
 from deepnmt.parallel import compiled
 from deepnmt.parallel.deepspeed import supported_precisions
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import FINISHED, PREEMPTED, train
 

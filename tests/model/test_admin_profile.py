@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model
-from deepnmt.model.admin import AdminProfile, measure, omega_of
+from deepnmt.model.admin_profile import AdminProfile, measure, omega_of
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import new_model
 from deepnmt.model.layers import Layer

@@ -24,7 +24,7 @@ from deepnmt.model.blocks import BLOCKS, Block
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.training.task import find_task
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "add_a_block.md"

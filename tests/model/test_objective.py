@@ -24,7 +24,7 @@ from deepnmt.model.objective import CrossEntropy, RDrop, objective_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import FINISHED, train
 

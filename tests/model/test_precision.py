@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.config.choices import BLOCKS
-from deepnmt.model.admin import measure
+from deepnmt.model.admin_profile import measure
 from deepnmt.model.blocks import LayerNorm
 from deepnmt.model.init import new_model
 from deepnmt.model.sublayers import attend

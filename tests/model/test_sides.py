@@ -15,7 +15,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Model
 from deepnmt.config.choices import ACTIVATIONS, BLOCKS, NORMS, POSITIONS, TYINGS
 from deepnmt.errors import UserError
-from deepnmt.model.admin import AdminProfile, measure
+from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import LayerPosition, profiled_sublayers
 from deepnmt.model.init import new_model
 from deepnmt.model.sublayers import SelfAttention

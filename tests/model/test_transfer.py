@@ -20,7 +20,7 @@ from deepnmt.optim.groups import group_key, parameter_groups
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import LocalEngine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 
 SMALL = {"width": 16, "heads": 4, "ffn": 32}
 

@@ -37,7 +37,7 @@ from deepnmt.cli import main
 
 PLACE = """
 import os, psutil, torch
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 with processes() as ranks:
     print("place", ranks.rank, ranks.world, ranks.local_rank, ranks.local_world, os.uname().nodename,
           torch.get_num_threads(), ranks.sum([1.0]), flush=True)

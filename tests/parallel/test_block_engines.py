@@ -15,7 +15,7 @@ from warm import Warm
 from deepnmt.config import Recipe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 
 PUBLISHED = {"init": "published"}
 PAIRS: list[tuple[str, str, dict[str, Any]]] = [

@@ -259,7 +259,7 @@ CANARIES = (
 
 def show(module: str, name: str) -> None:
     """Runs on each rank."""
-    from deepnmt.processes.launch import processes
+    from deepnmt.processes.process_group import processes
 
     with processes(threads=1, group=True):
         try:

@@ -21,7 +21,7 @@ from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import new_model
 from deepnmt.model.loss import label_smoothed_loss
 from deepnmt.parallel.deepspeed import supported_precisions
-from deepnmt.processes.launch import count_gpus
+from deepnmt.processes.process_group import count_gpus
 from deepnmt.tokens import PAD
 
 CPU = torch.device("cpu")

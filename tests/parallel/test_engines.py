@@ -22,7 +22,7 @@ from deepnmt.config import Recipe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 UPDATES, MICRO_BATCHES = 20, 4

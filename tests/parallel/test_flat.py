@@ -10,7 +10,7 @@ from warm import Warm
 
 from deepnmt.parallel import deepspeed, flat
 from deepnmt.parallel.engine import StepStats
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 CLIPPED, DROPPED = 0.5, 2  # a norm that most updates exceed; the update with a NaN

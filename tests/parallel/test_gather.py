@@ -21,7 +21,7 @@ from deepnmt.decode.translate import translate_lines
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.source_use import SourceUse
 from deepnmt.tasks.translation.validate import validate

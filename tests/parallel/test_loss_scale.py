@@ -13,7 +13,7 @@ from refusals import user_error
 from tiny_engines import batches, build, fairseq_rule, recipe_of, step
 from warm import Warm
 
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 INITIAL, WINDOW, FLOOR, BETA = 4.0, 3, 0.03125, 0.9

@@ -7,7 +7,7 @@ import torch
 from tiny_engines import batches, build, export_state, recipe_of, step
 from warm import Warm
 
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 

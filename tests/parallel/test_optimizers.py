@@ -16,7 +16,7 @@ from deepnmt.batch import Batch
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 VOCAB, UPDATES = 30, 8  # RAdam skips five

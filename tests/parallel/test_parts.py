@@ -19,7 +19,7 @@ from deepnmt.optim.optimizers import build_optimizer
 from deepnmt.optim.schedules import factors_risen, set_rate
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 
 UPDATES, DECAY = 20, 0.9
 FROZEN = ["encoder", "embeddings", "decoder.layers.*.rule"]

@@ -28,7 +28,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
 from deepnmt.parallel.pipeline.partition import Partition, cost_units
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 VALID = 5

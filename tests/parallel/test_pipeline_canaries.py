@@ -223,7 +223,7 @@ CANARIES = {
 
 def show(world: str) -> None:
     """Runs on each rank; reports all canaries that failed."""
-    from deepnmt.processes.launch import processes
+    from deepnmt.processes.process_group import processes
 
     changed = []
     with processes(threads=1, group=True):

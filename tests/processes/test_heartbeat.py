@@ -22,7 +22,7 @@ from deepnmt.processes import heartbeat
 
 def together(fault: str, folder: str = "") -> int:
     """Runs on each rank, with short limits: endless sums, of which the second process leaves at a fault."""
-    from deepnmt.processes.launch import processes
+    from deepnmt.processes.process_group import processes
 
     heartbeat.SILENCE = 6.0
     if fault in ("file", "collective"):

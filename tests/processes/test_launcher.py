@@ -18,7 +18,7 @@ from installed import environment
 import deepnmt
 from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.cli import main
-from deepnmt.processes.launch import free_port
+from deepnmt.processes.process_group import free_port
 
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
 GONE = 60.0  # seconds, on a busy machine, within which all processes must have ended
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for 
 WAITING = """
 import os, signal, sys, time
 from pathlib import Path
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.launcher import lost_launcher
 def stop(number, frame):
     Path(f"stopped-{os.environ['RANK']}").write_text(lost_launcher())

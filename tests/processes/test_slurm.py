@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from deepnmt.processes.launch import rank_from_environment
+from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.slurm import first_node, meeting_point, place, tasks_per_node
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "41", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_NODES": "2"}

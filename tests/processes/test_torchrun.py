@@ -12,7 +12,7 @@ from installed import environment
 from run_files import losses
 
 import deepnmt
-from deepnmt.processes.launch import free_port
+from deepnmt.processes.process_group import free_port
 
 BIN, ROOT = Path(sys.executable).parent, Path(deepnmt.__file__).parents[1]
 WAYS = {

@@ -14,7 +14,7 @@ import yaml
 from installed import environment
 
 from deepnmt.config.sections import Recipe
-from deepnmt.processes.launch import free_port
+from deepnmt.processes.process_group import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -131,8 +131,8 @@ def test_the_profile_follows_the_published_curve(encoder: int, decoder: int, tmp
     """At width 512 and the authors' dropout. ω of a sub-layer does not depend on the layers above it."""
     from deepnmt.config import check_recipe
     from deepnmt.data.prepare import prepare
-    from deepnmt.model.admin import AdminProfile
-    from deepnmt.processes.launch import processes
+    from deepnmt.model.admin_profile import AdminProfile
+    from deepnmt.processes.process_group import processes
     from deepnmt.training.profile import profile
     from studies.admin_profile import differences, published
 

@@ -22,7 +22,7 @@ from deepnmt.cli import main
 from deepnmt.config import Corpus, Recipe, load_recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.config.load import recipe_class
-from deepnmt.model.admin import measure
+from deepnmt.model.admin_profile import measure
 from deepnmt.model.init import new_model
 from deepnmt.parallel.engine import LocalEngine
 

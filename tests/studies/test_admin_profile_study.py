@@ -12,7 +12,7 @@ from refusals import user_error
 from deepnmt.config import Model
 from deepnmt.extras.doctor.measures import dependency
 from deepnmt.extras.doctor.variants import fresh_model
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.processes.ranks import Ranks
 from studies.__main__ import main
 from studies.admin_profile import compare_profiles, differences, output_changes, published

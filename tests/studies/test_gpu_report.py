@@ -24,7 +24,7 @@ from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.parallel.deepspeed import check_device
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.training.trainer import FINISHED, train
 from studies.__main__ import main
 from studies.benchmarks import gpu_measure as measure

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from deepnmt.processes.launch import free_port
+from deepnmt.processes.process_group import free_port
 from deepnmt.processes.ranks import Ranks
 
 Gather = Callable[[bytes], "list[bytes] | None"]

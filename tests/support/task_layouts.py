@@ -11,7 +11,7 @@ from warm import Warm
 
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.state import TrainState
 from deepnmt.training.task import find_task

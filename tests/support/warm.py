@@ -51,7 +51,7 @@ class Warm:
 
     def start(self, world: int, target: str, *arguments: object) -> list[int]:
         """Forks `world` ranks that call `module:function(*arguments)`; returns their process ids."""
-        from deepnmt.processes.launch import free_port
+        from deepnmt.processes.process_group import free_port
 
         if self._waits:  # for a job that its test, which has failed, did not wait for
             self._end()

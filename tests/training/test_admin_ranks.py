@@ -15,8 +15,8 @@ from warm import Warm
 from deepnmt.config import Recipe, load_recipe
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
-from deepnmt.model.admin import AdminProfile
-from deepnmt.processes.launch import processes
+from deepnmt.model.admin_profile import AdminProfile
+from deepnmt.processes.process_group import processes
 from deepnmt.training.profile import first_micro_batches, profile, profile_for
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "profile_admin.py")

@@ -17,7 +17,7 @@ from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
 from deepnmt.training.task import Validation

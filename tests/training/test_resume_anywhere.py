@@ -23,7 +23,7 @@ from deepnmt.checkpoint.checkpoint import moments_in, weights_in
 from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Tensors
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 # name: processes, layout, pipeline stages. A new layout is one more row.

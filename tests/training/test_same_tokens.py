@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_engines import batches, build, export_state, recipe_of, step
 from warm import Warm
 
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 
 MICRO_BATCHES, UPDATES = 8, 5
 

@@ -17,7 +17,7 @@ from warm import Warm
 from deepnmt.checkpoint.checkpoint import verify
 from deepnmt.config import with_settings
 from deepnmt.files import read_log
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.training.trainer import train
 from studies.toy_task import ToyTask
 

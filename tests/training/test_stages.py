@@ -22,7 +22,7 @@ from deepnmt.data.batching import Position
 from deepnmt.data.mixing import Mixture, training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.task import Validation
 from deepnmt.training.trainer import FINISHED, train

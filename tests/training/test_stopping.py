@@ -23,7 +23,7 @@ from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import FolderWriteError
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.training.trainer import FINISHED, PREEMPTED, train
 
 UPDATES = 7

@@ -20,7 +20,7 @@ from warm import Warm, waiting
 from deepnmt.config import load_recipe
 from deepnmt.data.batching import Stream, Update
 from deepnmt.errors import UserError
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training import trainer

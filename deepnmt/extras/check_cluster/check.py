@@ -1,6 +1,6 @@
 """`deepnmt check-cluster`: whether the machines of a run fit together, before it costs hours to find out.
 
-The cheap parts, versions and devices, are compared at every start of several processes (`rendezvous.py`). Here they
+The cheap parts, versions and devices, are compared at every start of several processes (`handshake.py`). Here they
 are shown, and clocks, folders and the network are tried as well.
 """
 
@@ -21,8 +21,8 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256, table
 from deepnmt.processes.agreement import fault_of_shared
+from deepnmt.processes.handshake import MUST_MATCH, SHOULD_MATCH, Facts, decide_on_rank0, differences, differing, facts
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import MUST_MATCH, SHOULD_MATCH, Facts, decide_on_rank0, differences, differing, facts
 
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.5  # of the median: a connection below this is named

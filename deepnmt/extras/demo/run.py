@@ -18,7 +18,7 @@ from deepnmt.decode.translate import translate_files
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import evaluate_run
 from deepnmt.extras.demo.corpus import make_corpus
-from deepnmt.processes.launch import free_port
+from deepnmt.processes.process_group import free_port
 from deepnmt.progress import print_status
 from deepnmt.training.reporters import clock
 from deepnmt.version import PACKAGE

@@ -73,7 +73,7 @@ def diagnose(words: list[str]) -> None:
                         "remove it, or give the folder of a run")
     profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
     from deepnmt.extras.doctor.diagnose import default_checkpoint, diagnose
-    from deepnmt.processes.launch import rank_from_environment
+    from deepnmt.processes.process_group import rank_from_environment
 
     count = rank_from_environment()[1]
     if count > 1:

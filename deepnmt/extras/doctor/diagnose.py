@@ -67,7 +67,7 @@ from deepnmt.extras.doctor.verdict import (
 )
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedFolder, original_name
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.init import fill
 from deepnmt.model.loss import CrossEntropy

@@ -11,7 +11,7 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model, Recipe, choices, with_settings
 from deepnmt.config.choices import facts_of
-from deepnmt.model.admin import AdminProfile, measure
+from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer

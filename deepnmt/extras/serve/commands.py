@@ -43,7 +43,7 @@ def serve(words: list[str]) -> None:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.extras.serve.server import serve
-    from deepnmt.processes.launch import rank_from_environment
+    from deepnmt.processes.process_group import rank_from_environment
 
     count = rank_from_environment()[1]
     if count > 1:

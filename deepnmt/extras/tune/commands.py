@@ -52,7 +52,7 @@ def tune(words: list[str]) -> None:
     if recipe.train.init_from is not None:
         raise UserError(f"train.init_from is {recipe.train.init_from}, but tune trains smaller models from new "
                         "weights; add train.init_from=null train.grow=null")
-    from deepnmt.processes.launch import rank_from_environment
+    from deepnmt.processes.process_group import rank_from_environment
 
     count = rank_from_environment()[1]
     if count > 1:

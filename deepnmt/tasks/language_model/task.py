@@ -9,7 +9,7 @@ from typing import Any
 from deepnmt.config import Recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.examples import ExampleStream
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks

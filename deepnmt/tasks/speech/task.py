@@ -10,7 +10,7 @@ from deepnmt.device import release
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.launch import rank_from_environment
+from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.speech.data import SpeechStream
 from deepnmt.tasks.speech.model import build_of, initial_weights

@@ -20,7 +20,7 @@ from deepnmt.cli import main
 from deepnmt.files import read_log
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.training.state import Interval
 
 UPDATES = 60

@@ -11,7 +11,7 @@ from warm import Warm
 
 from deepnmt.cli import main
 from deepnmt.extras.check_cluster.check import judge
-from deepnmt.processes.rendezvous import core_shares, decide_on_start, differing
+from deepnmt.processes.handshake import core_shares, decide_on_start, differing
 
 HEALTHY: dict[str, Any] = {
     "device": "cuda", "deepnmt": "0.3.0 (12345678)", "torch": "2.13.0", "deepspeed": "0.19.8", "python": "3.11.7",

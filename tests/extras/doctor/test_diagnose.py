@@ -39,7 +39,7 @@ from deepnmt.extras.doctor.diagnose import (
 from deepnmt.extras.doctor.measures import HalfZeros, gradients, noise_change, update_change
 from deepnmt.extras.doctor.variants import alternatives
 from deepnmt.extras.doctor.verdict import Node, VerdictRule
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.profile import profile_for

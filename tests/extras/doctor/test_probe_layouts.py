@@ -12,7 +12,7 @@ from warm import Warm
 from deepnmt.extras.doctor.training_probe import TrainingProbe
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 
 MICRO_BATCHES = 2
 

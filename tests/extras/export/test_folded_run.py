@@ -10,7 +10,7 @@ import torch
 from deepnmt.checkpoint.checkpoint import list_checkpoints, load_model, load_weights
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
-from deepnmt.model.admin import AdminProfile
+from deepnmt.model.admin_profile import AdminProfile
 
 
 @pytest.mark.parametrize("decoder", ["admin", "deepnorm"])

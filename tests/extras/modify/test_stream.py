@@ -24,7 +24,7 @@ from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.extras.modify import stream as stream_module
 from deepnmt.extras.modify.stream import ModifiedWindow
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 from deepnmt.training.trainer import FINISHED, train

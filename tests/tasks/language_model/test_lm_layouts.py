@@ -13,7 +13,7 @@ from tiny_engines import parallel
 from warm import Warm
 
 from deepnmt.files import read_log
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.tasks.language_model.task import TASK
 from deepnmt.tasks.language_model.text import PreparedText
 from deepnmt.training.trainer import train

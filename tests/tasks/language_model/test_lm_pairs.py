@@ -33,7 +33,7 @@ from deepnmt.files import read_log
 from deepnmt.model.init import new_model
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.task import TASK
 from deepnmt.tasks.language_model.text import Blocks, PreparedText, blocks_of

@@ -25,13 +25,13 @@ from warm import Warm, kill, waiting
 import deepnmt
 from deepnmt.cli import COMMANDS, main
 from deepnmt.errors import UserError
-from deepnmt.processes import launch, rendezvous
-from deepnmt.processes.launch import free_port, processes
+from deepnmt.processes import handshake, process_group
+from deepnmt.processes.process_group import free_port, processes
 
 
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of nine processes where there is one GPU, and no other process."""
-    monkeypatch.setattr(launch, "_TELLING", timedelta(0))
+    monkeypatch.setattr(process_group, "_TELLING", timedelta(0))
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "9"), ("LOCAL_RANK", "8"), ("LOCAL_WORLD_SIZE", "9")):
         monkeypatch.setenv(name, value)
@@ -216,7 +216,7 @@ def test_processes_meet_under_torchrun(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("""
 import os
-from deepnmt.processes.launch import processes
+from deepnmt.processes.process_group import processes
 with processes(1) as ranks:
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     open(f"met-{attempt}-{ranks.rank}", "w").write(str(ranks.sum([ranks.rank + 1.0])))
@@ -251,11 +251,11 @@ def test_the_store_listens_at_the_given_address_alone(monkeypatch: pytest.Monkey
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = launch.open_store(0, 2, timedelta(seconds=5))
+    store = process_group.open_store(0, 2, timedelta(seconds=5))
     assert [found.laddr.ip for found in psutil.Process().net_connections("tcp")
             if found.status == psutil.CONN_LISTEN and found.laddr.port == port] == ["127.0.0.3"]
     with user_error(f"port {port}, where the processes meet, cannot be opened: Address already in use"):
-        launch.open_store(0, 2, timedelta(seconds=5))
+        process_group.open_store(0, 2, timedelta(seconds=5))
     del store
 
 
@@ -263,22 +263,22 @@ def test_waiting_for_others_is_told_and_ends(
         monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Rank 0 waits for those that do not come, and another rank for a rank 0 that does not."""
     notice, wait, port = timedelta(seconds=0.2), timedelta(seconds=1.2), free_port()
-    monkeypatch.setattr(launch, "NOTICE", notice)
-    monkeypatch.setattr(rendezvous, "NOTICE", notice)
+    monkeypatch.setattr(process_group, "NOTICE", notice)
+    monkeypatch.setattr(handshake, "NOTICE", notice)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with user_error(f"127.0.0.1:{port} .* where the processes meet, does not answer on {socket.gethostname()}: "):
-        launch.open_store(1, 3, wait)
+        process_group.open_store(1, 3, wait)
     said = capfd.readouterr().err
     assert re.search("does not answer on .*; waiting up to [01] s more; if process 0 has ended, stop all", said)
     assert "frame #" not in said
-    store = launch.open_store(0, 3, wait)
-    other = launch.open_store(2, 3, wait)
+    store = process_group.open_store(0, 3, wait)
+    other = process_group.open_store(2, 3, wait)
     other.set("the machines/2", '{"node": "n2"}')
     with user_error(r"1 of 3 processes did not come within 1.2 s: rank 1; there are 1 on .*, 1 on n2; see what"):
-        rendezvous.rendezvous(store, 0, 3, torch.device("cpu"), False, wait)
+        handshake.handshake(store, 0, 3, torch.device("cpu"), False, wait)
     said = capfd.readouterr().err
     assert "1 of 3 processes did not come within 0.2 s: rank 1; there are 1 on" in said
     assert re.search("waiting up to [01] s more; if one of them has ended, stop all and start them again", said)
@@ -293,7 +293,7 @@ def test_where_an_address_is_not_the_whole_truth(
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo",
                         lambda host, *rest, **named: real(means if host == address else host, *rest, **named))
-    listener = launch.listen_at(address, 0)
+    listener = process_group.listen_at(address, 0)
     assert (listener and listener.getsockname()[0]) == listens
     if listener:
         listener.close()

@@ -1,4 +1,4 @@
-"""Checks at the rendezvous, before any collective: the processes of a run tell each other on which machine each is, and
+"""Checks at the start, before any collective: the processes of a run tell each other on which machine each is, and
 with which software. Differences that would train wrongly, or hang, are refused with the names of the machines.
 
 Everything goes through the store, so it works where the collectives would not. To have more compared, call `agree`.
@@ -268,7 +268,7 @@ def alone() -> Peers:
     return Peers(len(os.sched_getaffinity(0)), 1, "127.0.0.1")
 
 
-def rendezvous(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool, wait: timedelta) -> Peers:
+def handshake(store: dist.Store, rank: int, world: int, device: torch.device, differ: bool, wait: timedelta) -> Peers:
     """Compares the machines, and waits for all processes. Collective.
 
     Args:

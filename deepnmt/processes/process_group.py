@@ -23,11 +23,11 @@ import torch.distributed as dist
 from deepnmt.device import Wanted, choose, require_cores
 from deepnmt.errors import UserError
 from deepnmt.processes import heartbeat, slurm
+from deepnmt.processes.handshake import NOTICE, alone, handshake, tell_fault
 from deepnmt.processes.heartbeat import HeartbeatMonitor
 from deepnmt.processes.host import interface_to, keep_memory, quiet_libraries
 from deepnmt.processes.launcher import end_with_launcher
 from deepnmt.processes.ranks import Ranks
-from deepnmt.processes.rendezvous import NOTICE, alone, rendezvous, tell_fault
 from deepnmt.progress import print_status
 
 _TELLING = timedelta(minutes=1)  # for machines that start later to hear why this one has ended
@@ -43,7 +43,7 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
     Args:
         threads: CPU threads of this process; 0 shares the machine's cores evenly among its processes.
         group: open a process group even for a single process (DeepSpeed needs one).
-        differ: go on although the machines differ in what `rendezvous.MUST_MATCH` names.
+        differ: go on although the machines differ in what `handshake.MUST_MATCH` names.
         device: see `device.choose`.
         wait: seconds to wait for the last process to come; machines may start minutes apart.
 
@@ -71,7 +71,7 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
         keep_memory()
         peers = alone()
         if store is not None and world > 1:
-            peers = rendezvous(store, rank, world, place, differ, for_all)
+            peers = handshake(store, rank, world, place, differ, for_all)
         torch.set_num_threads(threads or peers.cores)
         if store is not None:
             _open_group(store, rank, world, place, local_rank, peers.peer)
