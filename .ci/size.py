@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "deepnmt/checkpoint": 8_650, "deepnmt/commands": 3_700, "deepnmt/config": 18_250, "deepnmt/data": 33_920,
+    "deepnmt/checkpoint": 8_650, "deepnmt/commands": 3_700, "deepnmt/config": 18_150, "deepnmt/data": 33_920,
     "deepnmt/decode": 17_230, "deepnmt/evaluate": 5_950, "deepnmt/model": 28_200, "deepnmt/optim": 3_060,
     "deepnmt/parallel": 14_150, "deepnmt/processes": 8_800, "deepnmt/training": 17_550,
     "deepnmt/tasks": 32_400,

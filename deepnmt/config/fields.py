@@ -7,6 +7,7 @@ says holds for all settings in it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -84,9 +85,17 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Section:
-        if faults := list(self.faults()):
+        if faults := [*self.faults(), *self._misplaced_settings()]:
             raise SettingsError(faults)
         return self
+
+    def _misplaced_settings(self) -> Iterator[Fault]:
+        """Each setting that is set, but has no effect with what another one chooses, as `options` in `choices` say."""
+        for by in type(self).model_fields:
+            for setting, names in self.misplaced(by).items():
+                value, default = _as_yaml(getattr(self, setting)), _as_yaml(self.default(setting))
+                yield Fault((setting, by), f"{setting} ({value}) needs {by}: {either(names)}, but {by} is "
+                            f"{getattr(self, by)}; remove {setting}, or set it to {default}")
 
     @classmethod
     def default(cls, key: str) -> Any:
@@ -140,6 +149,13 @@ class Section(BaseModel):
                 if isinstance(said, By) and getattr(self, name) != self.default(name):
                     needed[name] = said.visitor
         return needed
+
+
+def _as_yaml(value: Any) -> str:
+    """A setting's value as in a recipe."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def choices_of(field: FieldInfo) -> Choices[Any] | None:

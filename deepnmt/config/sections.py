@@ -521,11 +521,6 @@ class Stack(Section):
     ffn: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Inner width of this side's feed-forward sub-layers; null: `model.ffn`."""
 
-    def faults(self) -> Iterator[Fault]:
-        for name, blocks in self.misplaced("block").items():
-            yield Fault((name, "block"), f"{name} ({getattr(self, name)}) needs block: {either(blocks)}, but block "
-                        f"is {self.block}; remove {name}")
-
     @property
     def facts(self) -> BlockFacts:
         """What is to be known of the block."""
@@ -794,19 +789,6 @@ class Optimizer(Section):
         for setting, example in OPTIMIZERS[self.name].needs.items():
             if not getattr(self, setting):
                 yield Fault(("name", setting), f"name: {self.name} needs {setting}, {example}")
-        misplaced = self.misplaced("name")
-        if "momentum" in misplaced:
-            yield Fault(("momentum", "name"), f"momentum ({self.momentum:g}) needs name: "
-                        f"{either(misplaced['momentum'])}, but name is {self.name}, whose momentum is the first of "
-                        "betas; remove momentum")
-        if "unrectified" in misplaced:
-            yield Fault(("unrectified", "name"), f"unrectified ({self.unrectified}) needs name: "
-                        f"{either(misplaced['unrectified'])}, but name is {self.name}; remove it, or set it to "
-                        "momentum")
-        for setting in ("betas", "eps"):
-            if setting in misplaced:
-                yield Fault((setting, "name"), f"{setting} ({getattr(self, setting)}) has no effect with name: "
-                            f"{self.name}; remove it")
         if self.lr_factors_until and not self.lr_factors:
             yield Fault(("lr_factors_until", "lr_factors"), f"lr_factors_until ({self.lr_factors_until}) has no effect "
                         "because lr_factors is empty; set it to 0")
@@ -865,12 +847,6 @@ class Schedule(Section):
         for setting, meaning in self.needs.items():
             if getattr(self, setting) is None:
                 yield Fault(("name", setting), f"name: {self.name} needs {setting}, {meaning}")
-        for setting, names in self.misplaced("name").items():
-            value, default = getattr(self, setting), self.default(setting)
-            shown = f"{value:g}" if isinstance(value, float) else value
-            way_out = f"remove {setting}, or set it to {default}" if default else f"remove {setting}"
-            yield Fault((setting, "name"),
-                        f"{setting} ({shown}) needs name: {either(names)}, but name is {self.name}; {way_out}")
         if self.start and not self.warmup:
             yield Fault(("start", "warmup"), f"start ({self.start:g}) needs a warm-up, but warmup is 0; remove start")
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
@@ -1103,12 +1079,6 @@ class Translate(Section):
             yield Fault(("nbest", "method"),
                         f"nbest ({self.nbest}) needs method: {others}, but method is {self.method}; set nbest: 1")
         yield from self._faults_of_choosing()
-        for name, methods in self.misplaced("method").items():
-            value, default = getattr(self, name), self.default(name)
-            shown = f"{value:g}" if isinstance(value, float) else value
-            yield Fault((name, "method"), f"{name} ({shown}) needs method: {either(methods)}, but method is "
-                        f"{self.method}; remove {name}, or set it to {'null' if default is None else default}")
-
 
     def _faults_of_choosing(self) -> Iterator[Fault]:
         if (self.choose == "score") != (self.candidates == 1):

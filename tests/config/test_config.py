@@ -149,14 +149,15 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["model.encoder.output_change: is 'one', must be one of log, constant, linear"]),
     ({"model__encoder__output_change": "linear"},
      ["model.encoder: output_change (linear) needs block: admin_closed_form, but block is admin; remove "
-      "output_change"]),
+      "output_change, or set it to log"]),
     ({"model__encoder__history_window": -1, "model__decoder__history_softmax": 1},
      ["model.encoder.history_window: is -1, must be greater than or equal to 0",
       "model.decoder.history_softmax: is 1, must be a valid boolean"]),
     ({"model__encoder__history_window": 3, "model__encoder__history_softmax": True},
-     ["model.encoder: history_window (3) needs block: dlcl or dlcl_post, but block is admin; remove history_window",
-      "model.encoder: history_softmax (True) needs block: dlcl or dlcl_post, but block is admin; remove "
-      "history_softmax"]),
+     ["model.encoder: history_window (3) needs block: dlcl or dlcl_post, but block is admin; remove history_window, "
+      "or set it to 0",
+      "model.encoder: history_softmax (true) needs block: dlcl or dlcl_post, but block is admin; remove "
+      "history_softmax, or set it to false"]),
     ({"model__encoder__ramp": 5, "train__init_from": "runs/a"},
      ["model.encoder.ramp (5) would begin with a trained model (train.init_from: runs/a) without its layers; set it "
       "to 0"]),
@@ -164,9 +165,10 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["parallel.compile cannot be combined with ramp, which would have the layers compiled anew in every update; set "
       "parallel.compile: false, or ramp: 0"]),
     ({"model__encoder__streams": 2, "model__decoder__mix": "identity", "model__decoder__residual_blocks": 4},
-     ["model.encoder: streams (2) needs block: hyper or mhc, but block is admin; remove streams",
-      "model.decoder: residual_blocks (4) needs block: block_attn_res, but block is admin; remove residual_blocks",
-      "model.decoder: mix (identity) needs block: mhc, but block is admin; remove mix"]),
+     ["model.encoder: streams (2) needs block: hyper or mhc, but block is admin; remove streams, or set it to 4",
+      "model.decoder: residual_blocks (4) needs block: block_attn_res, but block is admin; remove residual_blocks, "
+      "or set it to 8",
+      "model.decoder: mix (identity) needs block: mhc, but block is admin; remove mix, or set it to sinkhorn"]),
     ({"batch": 5}, ["batch: is 5, must be a group of settings; known: tokens, accumulation, update_tokens"]),
     ({"data__train__mtdata": ["a"], "data__train__sacrebleu": "wmt14/full"},
      ["data.train: give either 'mtdata' or 'sacrebleu', not both"]),
@@ -212,18 +214,18 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["translate: nbest (3) must not be above samples (2)"]),
     ({"translate": {"top_k": 5, "top_p": 0.9, "epsilon": 0.02}},
      ["translate: top_k (5) needs method: sample or mbr, but method is beam; remove top_k, or set it to 0",
-      "translate: top_p (0.9) needs method: sample or mbr, but method is beam; remove top_p, or set it to 1.0",
-      "translate: epsilon (0.02) needs method: sample or mbr, but method is beam; remove epsilon, or set it to 0.0"]),
+      "translate: top_p (0.9) needs method: sample or mbr, but method is beam; remove top_p, or set it to 1",
+      "translate: epsilon (0.02) needs method: sample or mbr, but method is beam; remove epsilon, or set it to 0"]),
     ({"translate": {"method": "sample", "top_p": 0.0, "epsilon": 1.0, "no_repeat_ngram": -1, "ensemble": "median"}},
      ["translate.top_p: is 0.0, must be greater than 0", "translate.epsilon: is 1.0, must be less than 1",
       "translate.no_repeat_ngram: is -1, must be greater than or equal to 0",
       "translate.ensemble: is 'median', must be one of arithmetic, geometric"]),
     ({"translate__temperature": 0.7},
      ["translate: temperature (0.7) needs method: sample or mbr, but method is beam; remove temperature, "
-      "or set it to 1.0"]),
+      "or set it to 1"]),
     ({"translate": {"method": "greedy", "patience": 1.0, "temperature": 2.0}},
      ["translate: temperature (2) needs method: sample or mbr, but method is greedy; remove temperature, "
-      "or set it to 1.0",
+      "or set it to 1",
       "translate: patience (1) needs method: beam, but method is greedy; remove patience, or set it to null"]),
     ({"run": ""}, ["run: is '', must have at least 1 character"]),
     ({"data__folder": ""}, ["data.folder: is '', must have at least 1 character"]),
@@ -245,7 +247,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": {"decay_norms_and_biases": False}},
      ["optimizer: decay_norms_and_biases: false has no effect because weight_decay is 0; set it to null"]),
     ({"optimizer": {"unrectified": "skip"}},
-     ["optimizer: unrectified (skip) needs name: radam or radamw, but name is adam; remove it, or set it to momentum"]),
+     ["optimizer: unrectified (skip) needs name: radam or radamw, but name is adam; remove unrectified, "
+      "or set it to momentum"]),
     ({"schedule": {"count_from": 2}}, ["schedule.count_from: is 2, must be less than or equal to 1"]),
     ({"schedule": {"start": 1e-3}},
      ["schedule.start (0.001) must not be above optimizer.lr (0.0005), the rate at the end of the warm-up"]),
@@ -289,11 +292,13 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"translate": {"method": "sample", "finish": "best"}},
      ["translate: finish (best) needs method: beam, but method is sample; remove finish, or set it to any"]),
     ({"optimizer": {"name": "sgd", "betas": [0.9, 0.99], "eps": 1e-8}},
-     ["optimizer: betas ([0.9, 0.99]) has no effect with name: sgd; remove it",
-      "optimizer: eps (1e-08) has no effect with name: sgd; remove it"]),
+     [f"optimizer: betas ([0.9, 0.99]) needs name: {either(OPTIMIZERS.with_option('betas'))}, but name is sgd; remove "
+      "betas, or set it to [0.9, 0.98]",
+      f"optimizer: eps (1e-08) needs name: {either(OPTIMIZERS.with_option('eps'))}, but name is sgd; remove eps, or "
+      "set it to 1e-09"]),
     ({"schedule": {"final": 1e-5, "step_factor": 0.5}},
      [f"schedule: final (1e-05) needs name: {either(SCHEDULES.with_option('final'))}, but name is inverse_sqrt; remove "
-      "final",
+      "final, or set it to 0",
       "schedule: step_factor (0.5) needs name: step or plateau, but name is inverse_sqrt; remove step_factor, or set "
       "it to 0.1"]),
     ({"schedule": {"name": "cosine", "warmup": 10}},
