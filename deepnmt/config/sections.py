@@ -145,7 +145,8 @@ class Cleaning(Section):
     """The scripts of source and target, by their names in Unicode, such as `[Latin, Cyrillic]`. A pair is left out if
     fewer than half of the letters of a side are of its script."""
     same_digits: bool = False
-    """Leave out pairs whose sides have different numbers in digits."""
+    """Leave out pairs whose sides have different numbers in digits, each counted as often as it stands there, in any
+    order; 1,000 is two numbers, 1 and 000."""
     max_length_ratio: Positive | None = None
     """A pair whose longer side has more than this many times the characters of the shorter is left out."""
     min_letters: Rate = 0.0
