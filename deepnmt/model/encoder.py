@@ -141,7 +141,7 @@ class EncoderInitialiser:
         if in_layers and (".rule." in name or len(shape) < 2 or not own_matrices):
             return self._of_layers(name)
         if len(shape) < 2:
-            return torch.ones(()) if name.endswith("norm.weight") else torch.zeros(())
+            return torch.tensor({"weight": 1.0, "bias": 0.0}[name.rpartition(".")[2]])
         std, weight = self.model.initial_std, torch.empty(shape)
         nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=generator_for(self.seed, name))
         if name == "embeddings.tokens.weight":
