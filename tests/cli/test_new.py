@@ -123,6 +123,9 @@ def test_every_row_makes_a_recipe_that_is_accepted(
     recipe = load_recipe(Path("my.yaml"), [])
     assert (recipe.batch.tokens, recipe.optimizer.lr, recipe.model.dropout) == (row.tokens, row.rate, row.dropout)
     assert row.updates[0] <= recipe.train.updates <= row.updates[1]
+    slow = row.encoder_rate < 1
+    assert recipe.optimizer.lr_factors == ({"encoder": row.encoder_rate} if slow else {})
+    assert recipe.optimizer.lr_factors_until == (recipe.train.updates // 4 if slow else 0)
     assert main("train", ["my.yaml", "--dry-run", *(["--card=a100-40"] if hardware == "gpu" else [])]) == 0
     said = capsys.readouterr().out
     assert f"{row.encoder}L-{row.decoder}L, {row.block} / {row.block}, width {row.width}" in said
