@@ -367,16 +367,18 @@ TYINGS = Choices({
 
 @dataclass(frozen=True, kw_only=True)
 class VocabFacts(Choice):
-    """`model_type`: the number of the kind in SentencePiece's files."""
+    """`model_type`: the number of the kind in SentencePiece's files. `samples`: a text can be segmented in several ways
+    (bpe only with an alpha above 0)."""
 
     model_type: int
+    samples: bool = True
 
 
 # data/subword_variants.py, `SAMPLERS`; SentencePiece trains and segments
 VOCAB_KINDS = Choices({
     "bpe": VocabFacts(line="byte-pair encoding", paper="Sennrich et al. 2016", model_type=2),
     "unigram": VocabFacts(line="the unigram model", paper="Kudo 2018", model_type=1),
-    "word": VocabFacts(line="whole words, the rarer ones unknown", model_type=3),
+    "word": VocabFacts(line="whole words, the rarer ones unknown", model_type=3, samples=False),
 })
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -1241,15 +1241,18 @@ class Recipe(Section):
 
     def _faults_of_translation(self) -> Iterator[Fault]:
         train, stages, text = self.train, self.parallel.pipeline_stages, self.data.train
-        if self.vocab.kind == "bpe" and self.data.subword_alpha == 0:
-            if self.data.subword_variants:
-                yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"),
-                            "data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the "
-                            "same segmentation several times; set data.subword_alpha to 0.1")
-            if self.data.modify.subwords:
-                yield Fault(("data.modify", "vocab.kind", "data.subword_alpha"), "data.modify.subwords with "
-                            "vocab.kind: bpe and data.subword_alpha: 0 would draw the same segmentation every time; "
-                            "set data.subword_alpha to 0.1")
+        kind, alpha = self.vocab.kind, self.data.subword_alpha
+        same = way_out = ""
+        if not VOCAB_KINDS[kind].samples:
+            same, way_out = f"vocab.kind: {kind}", "remove it"
+        elif kind == "bpe" and alpha == 0:
+            same, way_out = "vocab.kind: bpe and data.subword_alpha: 0", "set data.subword_alpha to 0.1"
+        if same and self.data.subword_variants:
+            yield Fault(("data.subword_variants", "vocab.kind", "data.subword_alpha"), f"data.subword_variants with "
+                        f"{same} would prepare the same segmentation several times; {way_out}")
+        if same and self.data.modify.subwords:
+            yield Fault(("data.modify", "vocab.kind", "data.subword_alpha"), f"data.modify.subwords with {same} would "
+                        f"draw the same segmentation every time; {way_out}")
         if train.guided_alignment and not any(one.alignments for one in (text, *text.corpora.values())):
             yield Fault(("train.guided_alignment", "data.train.alignments"), "train.guided_alignment "
                         f"({train.guided_alignment:g}) needs word alignments; name their files in "

@@ -348,6 +348,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"data__subword_variants": 2, "data__subword_alpha": 0.0},
      ["data.subword_variants with vocab.kind: bpe and data.subword_alpha: 0 would prepare the same segmentation "
       "several times; set data.subword_alpha to 0.1"]),
+    ({"data__subword_variants": 2, "vocab__kind": "word"},
+     ["data.subword_variants with vocab.kind: word would prepare the same segmentation several times; remove it"]),
     ({"model__tuned_at": {"width": 64}},
      ["model.tuned_at: width (64) needs heads and ffn beside it, those of the model that was tuned"]),
     ({"model__tuned_at": {"width": 64, "heads": 3, "ffn": 128}, "model__encoder": {"block": "pre_ln"},

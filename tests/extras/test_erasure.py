@@ -130,3 +130,8 @@ def test_no_file_of_the_core_holds_a_word_of_a_visitor(visitor: str) -> None:
 
 def test_every_visitor_has_words() -> None:
     assert set(WORDS) == set(VISITORS)
+
+
+def test_contributing_lists_every_visitor_and_task() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [name for name in VISITORS if not re.search(rf"`{name}/?`", page)] == []
