@@ -3,7 +3,8 @@
     python .ci/size.py            the rooms and their budgets; exit code 1 if one is over it
     python .ci/size.py FOLDER     each file of a folder, largest last
 
-Whoever adds what a room is worth raises its budget in the same change, and says why. Denser code is no way to keep one.
+Budgets were set 2 % above what the rooms had, so that a small change fits. Whoever adds what a room is worth raises its
+budget in the same change, and says why. Denser code is no way to keep one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "deepnmt/checkpoint": 8_650, "deepnmt/commands": 3_700, "deepnmt/config": 18_150, "deepnmt/data": 33_920,
-    "deepnmt/decode": 17_230, "deepnmt/evaluate": 5_950, "deepnmt/model": 28_200, "deepnmt/optim": 3_060,
-    "deepnmt/parallel": 14_150, "deepnmt/processes": 8_800, "deepnmt/training": 17_550,
-    "deepnmt/tasks": 32_400,
-    "deepnmt": 17_090,  # its own files, not those of the rooms
-    "deepnmt/extras": 94_000, "studies": 60_000, "tests": 370_200,
+    "deepnmt/checkpoint": 8_900, "deepnmt/commands": 3_800, "deepnmt/config": 18_600, "deepnmt/data": 34_600,
+    "deepnmt/decode": 17_600, "deepnmt/evaluate": 6_100, "deepnmt/model": 28_600, "deepnmt/optim": 3_100,
+    "deepnmt/parallel": 14_500, "deepnmt/processes": 9_000, "deepnmt/training": 17_900,
+    "deepnmt/tasks": 33_000,
+    "deepnmt": 17_500,  # its own files, not those of the rooms
+    "deepnmt/extras": 95_800, "studies": 60_700, "tests": 377_800,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
