@@ -72,7 +72,7 @@ def test_parameters_are_those_of_the_stages(block: str, tied: str, cuts: list[tu
         "width": 8, "heads": 2, "ffn": 12, "tied": tied, "max_length": 4,
         "encoder": {"layers": 3, "block": block, "input_gain": True}, "decoder": {"layers": 3, "block": block},
     })
-    target = 20 if tied == "all" else 30
+    target = 20 if TYINGS[tied].joint else 30
     units = cost_units(shape, 20, target)
     for bounds in cuts:
         found = Partition(units, bounds)

@@ -23,6 +23,7 @@ from warm import Warm
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe
+from deepnmt.config.choices import TYINGS
 from deepnmt.model.init import Initialiser
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
@@ -56,7 +57,7 @@ def recipe(case: Case, accumulation: int, control: str = "") -> Recipe:
     encoder, decoder = BLOCKS[case.blocks]
     stages, recompute = (0, 0) if control else (case.stages, case.recompute)
     return recipe_with(
-        vocab={"shared": case.tied == "all"},
+        vocab={"shared": TYINGS[case.tied].joint},
         batch={"accumulation": accumulation},
         # a ReLU within a rounding of zero has either of two gradients: 1e-4 of a norm, seen on one kind of CPU
         model={"width": 16, "heads": 2, "ffn": 24, "activation": "gelu", "dropout": case.dropout, "tied": case.tied,

@@ -22,7 +22,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
 )
 from deepnmt.cli import main
-from deepnmt.config.choices import BLOCKS
+from deepnmt.config.choices import BLOCKS, TYINGS
 from deepnmt.extras.export.post_ln import compute_in_float64, fold_run, fold_weights, save_folded
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
@@ -99,7 +99,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", ["all", "decoder", "none"])
+@pytest.mark.parametrize("tied", TYINGS)
 @pytest.mark.parametrize("block", KNOWN)
 def test_the_logits_do_not_change(block: str, tied: str) -> None:
     model = shapes(block, block, tied)
