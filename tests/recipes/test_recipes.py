@@ -56,6 +56,17 @@ def test_recipe_is_read_and_built(file: Path) -> None:
 
 
 @every_recipe
+def test_a_comment_that_lists_names_lists_all(file: Path) -> None:
+    """Three names of a setting and the last without "..." are a list."""
+    lines = [(line, set(re.findall(r"\w+", line.partition(" # ")[2])))
+             for line in file.read_text(encoding="utf-8").splitlines() if "..." not in line]
+    for key, names in Recipe.named().items():
+        for line, words in lines:
+            if line.strip().startswith(f"{key.rpartition('.')[2]}: ") and len(words & set(names)) >= 3:
+                assert set(names) <= words, line
+
+
+@every_recipe
 def test_recipe_passes_the_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main("train", [str(file), "--dry-run", f"data.folder={tmp_path}/none"]) == 0
     output = capsys.readouterr().out
