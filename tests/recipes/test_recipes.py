@@ -55,10 +55,10 @@ def test_recipe_is_read_and_built(file: Path) -> None:
     assert depth == recipe.model.depths.lower()
 
 
-@every_recipe
+@pytest.mark.parametrize("file", [DEMO, *RECIPES], ids=lambda file: str(file.relative_to(ROOT / "recipes")))
 def test_a_comment_that_lists_names_lists_all(file: Path) -> None:
-    """Three names of a setting and the last without "..." are a list."""
-    lines = [(line, set(re.findall(r"\w+", line.partition(" # ")[2])))
+    """Three names of a setting, without "..." behind them, are a list, of all or of all others."""
+    lines = [(line, set(re.findall(r"\w+", line)))
              for line in file.read_text(encoding="utf-8").splitlines() if "..." not in line]
     for key, names in Recipe.named().items():
         for line, words in lines:
