@@ -24,9 +24,10 @@ demo-clean:
 	rm -rf runs/demo data/demo
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Visitors, other tasks than translation, studies, machines of a cluster and GPUs have tests of their own, which say
-# nothing about the core.
-BESIDE := --ignore tests/extras --ignore tests/tasks --ignore tests/studies --ignore tests/nodes --ignore tests/gpu
+# Visitors, other tasks than translation, studies, launchers, machines of a cluster and GPUs have tests of their own,
+# which run with `make changed` where they belong to a change, and with `make test-all`.
+BESIDE := --ignore tests/processes/test_launcher.py --ignore tests/processes/test_torchrun.py \
+  --ignore tests/extras --ignore tests/tasks --ignore tests/studies --ignore tests/nodes --ignore tests/gpu
 
 # The core, without what starts processes.
 quick: $(STAMP)

@@ -907,7 +907,7 @@ class Train(Section):
     """Updates between checkpoints that are kept to the end, a multiple of `save_every`; 0: none."""
     max_failed_saves: Count = 3
     """Checkpoints in a row that cannot be written after which the run ends, since it would train for nothing. On a full
-    disk the oldest that is neither the best nor the newest makes room first, those of `keep_every` last."""
+    disk the oldest that is neither the best nor the newest makes room first, those that are kept to the end last."""
     best_by: Annotated[str, Fact.FIXED] = "loss"
     """What makes a validation the best: the lowest `loss`; the highest `bleu`, which needs `valid_bleu`; or the best
     value of one of `metrics`, which needs its `in_validation`."""

@@ -36,13 +36,13 @@ from deepnmt.decode.journal import open_outputs, parts_folder
 from deepnmt.decode.mbr import chrf, expected_chrf
 from deepnmt.decode.models import Folders, Models, load_models, longest_source, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
+from deepnmt.decode.sampling import make_sampler
 from deepnmt.decode.search import (
     Candidate,
     Searcher,
     beam_search,
     choose_greedily,
     decode_independently,
-    make_sampler,
 )
 from deepnmt.decode.sharing import in_chunks, share
 from deepnmt.decode.steppers import MakeStepper, stepper_of

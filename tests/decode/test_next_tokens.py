@@ -21,7 +21,8 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
 from deepnmt.decode.align import align, alignment_layer, pharaoh, recorded_attention, words_of
 from deepnmt.decode.mbr import expected_chrf
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
-from deepnmt.decode.search import beam_search, choose_greedily, decode_independently, make_sampler
+from deepnmt.decode.sampling import make_sampler
+from deepnmt.decode.search import beam_search, choose_greedily, decode_independently
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.model.sublayers import split_heads
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from deepnmt import device
 from deepnmt.decode.next_tokens import BLOCK, ROWS, LengthPenalty, Rules, best_entries, best_extensions, log_normalisers
+from deepnmt.decode.sampling import make_sampler
 from deepnmt.decode.search import (
     Candidate,
     _compacted,
     beam_search,
     choose_greedily,
     decode_independently,
-    make_sampler,
 )
 
 BOS, EOS, PAD = 1, 2, 3

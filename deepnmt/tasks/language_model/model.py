@@ -27,7 +27,7 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.config import Recipe
 from deepnmt.data.arrays import Indices
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.search import make_sampler
+from deepnmt.decode.sampling import make_sampler
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import set_clock
 from deepnmt.model.init import fill
@@ -137,7 +137,7 @@ def continue_text(
 
     Args:
         seed: the same gives the same continuations.
-        temperature, top_k, top_p: see `decode.search.make_sampler`.
+        temperature, top_k, top_p: see `decode.sampling.make_sampler`.
         unknown: whether unk may be drawn.
 
     Raises:
