@@ -92,12 +92,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 LONGEST = [
     "test_launchers", "test_help", "test_kill", "test_lost_nodes", "test_launcher", "test_torchrun", "test_engines",
     "test_foreign_files", "test_erasure", "test_dry_gpu", "test_wheel", "test_guide", "test_pipeline", "test_readme",
-    "test_resume_anywhere", "test_faults_of_saves", "test_failing_disk", "test_random_kills", "test_nodes_that_differ",
-    "test_demo", "test_steps", "test_tutorial", "test_serving", "test_diagnose", "test_notebook", "test_admin_profile",
-    "test_layout_change", "test_heartbeat", "test_process_group", "test_training", "test_second_task", "test_offload",
-    "test_optimizers", "test_divergence", "test_gather", "test_export", "test_compiled_layers", "test_kernels", "test_guided_alignment",
-    "test_seeded_faults", "test_compare_blocks", "test_imports", "test_lm_layouts", "test_update_tokens",
-    "test_block_engines", "test_recipes", "test_coordinates",
+    "test_resume_anywhere", "test_faults_of_saves", "test_failing_disk", "test_random_kills",
+    "test_nodes_that_differ", "test_demo", "test_steps", "test_tutorial", "test_serving", "test_diagnose",
+    "test_notebook", "test_admin_profile", "test_layout_change", "test_heartbeat", "test_process_group",
+    "test_training", "test_second_task", "test_offload", "test_optimizers", "test_divergence", "test_gather",
+    "test_export", "test_compiled_layers", "test_kernels", "test_guided_alignment", "test_seeded_faults",
+    "test_compare_blocks", "test_imports", "test_lm_layouts", "test_update_tokens", "test_block_engines",
+    "test_recipes", "test_coordinates",
 ]
 _LONG = 30.0
 
