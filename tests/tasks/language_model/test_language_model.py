@@ -261,7 +261,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
         ("sample", ["--temperature", "nan"], "give a temperature above 0"),
         ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
         ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a"),
-        ("report", [], "report is a command of task: translation"),
+        ("report", [], "the recipe has task: language_model, but report shows translations beside their references"),
         ("diagnose", [], "the recipe has task: language_model, but the doctor's verdict was learned from translation"),
         ("profile", [], "task: language_model, whose ω are measured when a run begins"),
         ("get", [], "task: language_model, whose texts are not pairs"),
