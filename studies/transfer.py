@@ -73,7 +73,7 @@ def run_all(recipe: Recipe, records: Path, seeds: int, updates: int, seconds: fl
 
 
 def train(recipe: Recipe, run: Record) -> Record:
-    """Trains one run; its validation loss, null if it diverged, and its CPU seconds."""
+    """Trains one run; its validation loss and what the source is worth, null if it diverged, and its CPU seconds."""
     started, folder = time.process_time(), Path(tempfile.mkdtemp(prefix="transfer-"))
     sized = at_size(recipe, Size(*run["size"]), SMALL if run["carried"] else None)
     settings: dict[str, Any] = {
@@ -90,8 +90,9 @@ def train(recipe: Recipe, run: Record) -> Record:
         log = [record for _, record in read_numbered_log(folder / "run/log.jsonl") if record["type"] == "valid"]
     finally:
         shutil.rmtree(folder)
-    loss = float(log[-1]["loss"]) if log and log[-1]["update"] == run["updates"] else math.nan
-    return {"loss": loss if math.isfinite(loss) else None, "cpu_seconds": round(time.process_time() - started, 1)}
+    ended = bool(log) and log[-1]["update"] == run["updates"] and math.isfinite(log[-1]["loss"])
+    return {"loss": log[-1]["loss"] if ended else None, "gain": log[-1].get("source_gain") if ended else None,
+            "cpu_seconds": round(time.process_time() - started, 1)}
 
 
 def best_rate(records: Sequence[Record], size: Size, carried: bool) -> tuple[float, float, bool] | None:
