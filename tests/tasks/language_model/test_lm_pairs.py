@@ -281,7 +281,7 @@ def test_sampling_and_prefixes(trained: Path, tmp_path: Path) -> None:
     assert found[0].startswith("FOX ") and found[2].startswith("EEL EEL")
     said = []
     for seed in ("seed=1", "seed=1", "seed=2"):
-        assert main("translate", [*words, "translate.method=sample", "translate.samples=4", "translate.nbest=4",
+        assert main("translate", [*words, "translate.method=sample", "translate.nbest=4",
                                   "translate.temperature=3", "--format", "tsv", seed]) == 0
         said.append(out.read_text(encoding="utf-8"))
     assert said[0] == said[1] != said[2]
