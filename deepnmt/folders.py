@@ -109,6 +109,19 @@ def new_folder(target: Path, kind: Kind = CHECKPOINT) -> Iterator[Path]:
             _restore_or_discard(_before(temporary), target)
 
 
+@contextmanager
+def whole_folder(target: Path, kind: Kind) -> Iterator[Path]:
+    """Makes a folder without a manifest, whose files are written under a temporary name. It gets its own at the end of
+    the block, and after an exception there is nothing. `target` must not exist. Raises `FolderWriteError`."""
+    recover_after_kill(target.parent, glob.escape(target.name))
+    with new_folder(target, kind) as temporary, reporting(target, kind):
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        temporary.rename(target)
+        _sync(target.parent)
+
+
 def write_file(file: Path, content: Iterable[Buffer], target: Path, kind: Kind = CHECKPOINT) -> Entry:
     """Writes a file and waits until it is on disk; returns its entry in the manifest of the folder `target`. The hash
     is of what was to be written, so it also tells whether that is what the disk holds. Raises `FolderWriteError`.

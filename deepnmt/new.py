@@ -9,10 +9,12 @@ import os
 import random
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from deepnmt import folders
 from deepnmt.config import Corpus, Vocab, load_recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.split import split_corpus
@@ -20,10 +22,12 @@ from deepnmt.data.subword_variants import SAMPLERS
 from deepnmt.data.text import Pair, read_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
+from deepnmt.files import reporting, write_text
 from deepnmt.progress import show_progress
 from deepnmt.shipped import SCHEMA
 
 Hardware = Literal["cpu", "gpu"]
+TEXTS = folders.Kind("text", (), "", "free disk space, or go to another folder")
 _SAMPLE = 20_000  # pairs that the vocabulary is tried on
 _HELD_OUT = 1_000  # sentences wanted for the test, half as many for validation
 
@@ -223,6 +227,13 @@ def check_name(file: Path) -> None:
                         "digit and have only these, spaces, '.', '_', '+' and '-'; give another")
 
 
+def write_recipe(file: Path, text: str) -> None:
+    """Writes a new recipe. Raises `UserError` if it cannot be written."""
+    with reporting(str(file), "free disk space, or give write permission"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, text)
+
+
 def new_recipe(
     file: Path, corpus: Corpus, langs: tuple[str, str], hardware: Hardware | None = None,
     valid: Corpus | None = None, test: Corpus | None = None,
@@ -251,28 +262,26 @@ def new_recipe(
     kind, precision, words = machine(hardware)
     facts = survey(corpus)
     report = [facts.text]
-    if valid and test:
-        texts = {"train": corpus, "valid": valid, "test": test}
-        pairs = facts.pairs
-        held_out = "given"
-    else:
-        valid_share, test_share = _share(_HELD_OUT // 2, facts.pairs), _share(_HELD_OUT, facts.pairs)
-        counts = split_corpus(corpus, folder, langs, valid_share, test_share)
-        texts = {}
-        for part in counts:
-            texts[part] = Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
-        pairs = counts["train"]
-        held_out = f"{valid_share} and {test_share} of 1,000 sentences, by a hash of the target sentence"
-        written = [f"{count:,} {part}" for part, count in counts.items()]
-        report.append(f"{folder}: {', '.join(written)}")
-    row = next(row for row in TABLE[kind] if pairs <= row.pairs)
-    lengths = try_vocabulary(facts.sample, row.vocab)
-    text, numbers = _recipe(file.stem, row, texts, langs, pairs, lengths, kind, precision, words, held_out, facts)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+    with ExitStack() as unfinished:  # without the recipe there are no texts
+        if valid and test:
+            texts = {"train": corpus, "valid": valid, "test": test}
+            pairs = facts.pairs
+            held_out = "given"
+        else:
+            valid_share, test_share = _share(_HELD_OUT // 2, facts.pairs), _share(_HELD_OUT, facts.pairs)
+            place = unfinished.enter_context(folders.whole_folder(folder, TEXTS))
+            counts = split_corpus(corpus, place, langs, valid_share, test_share)
+            texts = {}
+            for part in counts:
+                texts[part] = Corpus(src=[f"{folder}/{part}.{langs[0]}"], trg=[f"{folder}/{part}.{langs[1]}"])
+            pairs = counts["train"]
+            held_out = f"{valid_share} and {test_share} of 1,000 sentences, by a hash of the target sentence"
+            written = [f"{count:,} {part}" for part, count in counts.items()]
+            report.append(f"{folder}: {', '.join(written)}")
+        row = next(row for row in TABLE[kind] if pairs <= row.pairs)
+        lengths = try_vocabulary(facts.sample, row.vocab)
+        text, numbers = _recipe(file.stem, row, texts, langs, pairs, lengths, kind, precision, words, held_out, facts)
+        write_recipe(file, text)
     load_recipe(file, [])
     report += [f"{file}: {numbers}; each line says why",
                f"next: deepnmt run {file} (prepares, trains, averages and evaluates it)"]

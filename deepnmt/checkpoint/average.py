@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,8 @@ def average_run(
         The folder written.
 
     Raises:
-        UserError: several ways of choosing were given, or there are no such checkpoints; see also `save_average`.
+        UserError: several ways of choosing were given, there are no such checkpoints, or one is named twice; see also
+            `save_average`.
     """
     ways = (last, best, updates, span, folders)
     if ways.count(None) < len(ways) - 1:
@@ -72,6 +74,8 @@ def average_run(
     checkpoints = Path(recipe.run) / "checkpoints"
     if folders is not None:
         chosen = [Path(folder) for folder in folders]
+        if len(set(map(os.path.realpath, chosen))) < len(chosen):
+            raise UserError(f"checkpoints {', '.join(map(str, chosen))} name one twice; give each once")
     elif ways.count(None) == len(ways):
         chosen = last_consecutive(checkpoints, recipe.average_last)
     else:

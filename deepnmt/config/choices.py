@@ -471,8 +471,8 @@ SEARCHES = Choices({
     "greedy": SearchFacts(line="the likeliest token each time", width="nbest"),
     "sample": SearchFacts(line="sampling", options=_SAMPLING, width="nbest"),
     "mbr": SearchFacts(
-        line="minimum Bayes risk by chrF", paper="Eikema and Aziz 2022", options=_SAMPLING, width="samples",
-        most="samples"),
+        line="minimum Bayes risk by chrF", paper="Eikema and Aziz 2022", options=(*_SAMPLING, "samples"),
+        width="samples", most="samples"),
 })
 
 

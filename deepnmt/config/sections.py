@@ -1036,7 +1036,7 @@ class Translate(Section):
     """A sentence is done when patience × beam hypotheses have ended among its best; null: when no better one can
     follow (with beam only)."""
     min_length: Length = 0
-    """A translation has at least this many tokens, if its length limit allows."""
+    """A translation has at least this many tokens, if its length limit and `no_repeat_ngram` allow."""
     max_ratio: Positive = 2.0
     """An output has at most max_ratio × source tokens + `max_extra` tokens."""
     max_extra: Length = 20

@@ -11,6 +11,7 @@ from pathlib import Path
 from deepnmt.config import Corpus
 from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
 from deepnmt.errors import UserError
+from deepnmt.files import reporting
 
 
 def split_tsv(
@@ -23,12 +24,13 @@ def split_tsv(
         columns: of source and target, counted from 1.
 
     Raises:
-        UserError: columns are the same or out of range; see `split_corpus`.
+        UserError: columns are the same or out of range; the folder cannot be written; see `split_corpus`.
     """
     if min(columns) < 1 or columns[0] == columns[1]:
         raise UserError(f"--columns is {columns[0]} {columns[1]}, must be two different columns counted from 1, for "
                         "example 1 2")
-    return split_corpus(Corpus(tsv=[str(tsv)], columns=list(columns)), folder, langs, valid, test)
+    with reporting(str(folder), "name another folder"):
+        return split_corpus(Corpus(tsv=[str(tsv)], columns=list(columns)), folder, langs, valid, test)
 
 
 def split_corpus(
@@ -47,7 +49,8 @@ def split_corpus(
 
     Raises:
         UserError: see `read_pairs`; a share is out of range; the suffixes are the same; a text would be empty, or
-            overwrite a file of the corpus; the folder cannot be written.
+            overwrite a file of the corpus.
+        OSError: the folder cannot be written.
     """
     if valid < 1 or test < 1 or valid + test >= 1000:
         raise UserError(f"{valid} + {test} of 1,000 sentences cannot be held out; give 1 or more for validation and "
@@ -83,13 +86,10 @@ def split_corpus(
             if split_of(target, valid, test) == "train" and normalised(source) not in held_out:
                 yield source, target
 
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        counts = {}
-        for name, pairs in (("train", of_training()), *texts.items()):
-            counts[name] = write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror or error}; name another folder") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for name, pairs in (("train", of_training()), *texts.items()):
+        counts[name] = write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
     if not counts["train"]:
         raise UserError(f"{files[0]} has no pair left to train on if {valid} + {test} of 1,000 sentences are held out; "
                         "give smaller shares")

@@ -192,9 +192,9 @@ class Vocabulary:
         only at its beginning."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` for many texts at once, on one thread."""
-        if not self.tags:
+    def encode_batch(self, texts: list[str], tags: bool = True) -> list[list[int]]:
+        """`encode` for many texts at once, on one thread; without `tags` these are text, too."""
+        if not (tags and self.tags):
             return self._processor.encode(texts, num_threads=1)
         tags_and_rest = [self.split_tags(text) for text in texts]
         encoded = self._processor.encode([rest for _, rest in tags_and_rest], num_threads=1)

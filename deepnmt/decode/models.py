@@ -125,3 +125,11 @@ def longest_source(model: Transformer) -> int:
     if "encoder" in model.sides:
         return max_length(model)
     return max_length(model) // 2
+
+
+def longest_translation(model: Transformer, source: int) -> int:
+    """Tokens of the longest translation, eos included, of a source of so many, which take positions in a decoder by
+    itself."""
+    if "encoder" in model.sides:
+        return max_length(model)
+    return max_length(model) - source

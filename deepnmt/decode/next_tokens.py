@@ -54,7 +54,7 @@ class Rules:
 
     Attributes:
         barred: tokens that are not chosen, besides bos and pad. A prefix may contain them.
-        min_length: fewest tokens before eos, if the limit allows.
+        min_length: fewest tokens before eos, if the limit allows, and as long as another token may be chosen.
         no_repeat: no sequence of so many tokens is chosen twice in a hypothesis; 0: any may be.
         prefixes: what hypotheses begin with, int64 [B, P], pad behind the shorter ones; None: nothing is given.
     """
@@ -93,6 +93,11 @@ class Rules:
         repeats = (windows[:, :, :-1] == latest).all(2) & (windows[:, :, -1] != EOS)  # behind eos all may repeat
         logits.scatter_(1, torch.where(repeats, windows[:, :, -1], PAD), -torch.inf)
         return norms
+
+    def bars_all(self, logits: Tensor) -> Tensor:
+        """Whether eos alone is left [R], by logits [R, V] that have been through `bar_repeats`."""
+        left = logits.index_fill(1, indices([EOS, *self.never], logits.device), -torch.inf)
+        return left.amax(1) == -torch.inf
 
 
 NO_RULES = Rules()

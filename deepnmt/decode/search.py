@@ -69,7 +69,7 @@ class _Place(NamedTuple):
         sums: [b, K] their log-probabilities so far.
         length: their new length.
         at_limit: [b] whether that is the sentence's limit; None: in none it is.
-        may_end: [b] whether that token may be eos; None: it may in all.
+        may_end: [b, K] or [b, 1] whether that token may be eos; None: it may in all.
         norms: [b·K] log Σ exp of the logits, if some of these were barred.
     """
 
@@ -232,20 +232,22 @@ def _grow_hypotheses(
         # All search methods pass here, so rules on tokens are kept here.
         logits = stepper.step(last)
         at_limit = limits == length if length in ends else None
-        may_end = limits == length if length <= rules.min_length else None
+        may_end = (limits == length)[:, None] if length <= rules.min_length else None
         given = rules.given(sentences, length)
         if given is not None:
-            behind = given == PAD
+            behind = (given == PAD)[:, None]
             may_end = behind if may_end is None else may_end & behind
             forced = sums + _log_probs(logits, given.repeat_interleave(width)).view_as(sums)
         norms = rules.bar_repeats(logits, tokens, length)
+        if norms is not None and may_end is not None:  # where no token is left, a hypothesis ends before its time
+            stuck = rules.bars_all(logits).view_as(sums)
+            may_end = may_end | (stuck if given is None else stuck & behind)
         step = extend(logits, _Place(sentences, sums, length, at_limit, may_end, norms))
         if given is not None:
-            here = (given != PAD)[:, None]
-            live, nexts = torch.where(here, forced, step.live), torch.where(here, given[:, None], step.nexts)
+            live, nexts = torch.where(behind, step.live, forced), torch.where(behind, step.nexts, given[:, None])
             step = step._replace(live=live, nexts=nexts)
             if step.parents is not None:
-                step = step._replace(parents=torch.where(here, order, step.parents))
+                step = step._replace(parents=torch.where(behind, step.parents, order))
         sums, parents, nexts = step.live, step.parents, step.nexts
         truncated = None
         if at_limit is not None:
@@ -343,7 +345,7 @@ def beam_search(
         live, best = (sums[:, :, None] + log_probs.view(*sums.shape, -1)).flatten(1).topk(beams)
         ended = sums + ends.view_as(sums)
         if may_end is not None:
-            ended = ended.masked_fill(~may_end[:, None], -torch.inf)
+            ended = ended.masked_fill(~may_end, -torch.inf)
         if finish == "best" and at_limit is not None:
             live = live.masked_fill(at_limit[:, None], -torch.inf)
         if finish == "best" or patience is not None:
@@ -399,7 +401,7 @@ def decode_independently(
         norm = log_normalisers(logits) if place.norms is None else place.norms
         logits[:, never] = -torch.inf
         if place.may_end is not None:
-            logits[:, EOS].masked_fill_(~place.may_end.repeat_interleave(count), -torch.inf)
+            logits[:, EOS].masked_fill_(~place.may_end.expand_as(place.sums).flatten(), -torch.inf)
         chosen = choose(logits, place.sentences, place.length - 1)
         log_probs = logits.gather(1, chosen[:, None]).squeeze(1) - norm
         sums = place.sums + log_probs.view_as(place.sums)

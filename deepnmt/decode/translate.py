@@ -34,7 +34,7 @@ from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
 from deepnmt.decode.formats import WRITERS, open_output
 from deepnmt.decode.journal import open_outputs, parts_folder
 from deepnmt.decode.mbr import chrf, expected_chrf
-from deepnmt.decode.models import Folders, Models, load_models, longest_source, max_length
+from deepnmt.decode.models import Folders, Models, load_models, longest_source, longest_translation, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
 from deepnmt.decode.sampling import make_sampler
 from deepnmt.decode.search import (
@@ -480,7 +480,9 @@ def _encode(
         source = cut(src_vocab.encode(text.strip()), most_read, f"line {number}", "translated", warn, setting)
         given = []
         if begin:
-            given = cut(trg_vocab.encode(begin.strip()), limit, f"the prefix of line {number}", "used", warn)
+            room = longest_translation(model, len(source) + 1)
+            left = "model.max_length" if room == limit else "what the source leaves of model.max_length"
+            given = cut(trg_vocab.encode(begin.strip()), room, f"the prefix of line {number}", "used", warn, left)
         _, words = src_vocab.split_tags(text.strip())
         if source and words:
             lines.append(_Line(place, number, [*source, EOS], given))
@@ -613,9 +615,7 @@ def search_batch(
 
 def most_steps(model: Transformer, settings: config.Translate, length: int, given: int = 0) -> int:
     """The longest translation of a sentence of `length` tokens that begins with `given` ones."""
-    longest = max_length(model)
-    if "encoder" not in model.sides:  # the sentence itself takes positions
-        longest -= length
+    longest = longest_translation(model, length)
     by_ratio = int(min(settings.max_ratio * length, longest)) + settings.max_extra
     return min(longest, max(given + 1, by_ratio))
 

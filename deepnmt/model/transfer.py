@@ -62,8 +62,10 @@ def factors_of(name: str, model: config.Model, muon: bool = False) -> Factors:
     if name.startswith("embeddings."):
         return Factors(eps=1 / wider).holding(wider**-0.5)._replace(init=1.0)
     side, kind, *rest = name.split(".")
-    if kind != "layers":  # a stack's input and top
-        return Factors(eps=1 / wider).holding(wider**-0.5 if (side, kind) == (model.last, "norm") else 1.0)
+    if kind == "norm":  # the top of a stack
+        return _of_norm(name, 1 / wider, wider**-0.5 if side == model.last else 1.0)
+    if kind != "layers":  # its input
+        return Factors(eps=1 / wider)
     _, part, linear, *_, last = rest  # as in 3.self_attn.qkv.weight, 3.rule.norms.0.bias
     stack, layers = model.encoder, tuned.encoder_layers
     if side == "decoder":
@@ -71,7 +73,7 @@ def factors_of(name: str, model: config.Model, muon: bool = False) -> Factors:
     deeper = stack.layers / (layers or stack.layers)
     held = 1 / deeper if linear in stack.facts.branch_ends else 1.0
     if part == "rule":
-        return Factors(eps=1 / (wider * deeper)).holding(held)
+        return _of_norm(name, 1 / (wider * deeper), held)
     shape = model.shape("decoder" if side == "decoder" else "encoder")
     wider_ffn = model.ffn / (tuned.ffn or model.ffn)
     (rows, fan_out), (columns, fan_in) = (shape.width, wider), (shape.width, wider)
@@ -93,3 +95,10 @@ def factors_of(name: str, model: config.Model, muon: bool = False) -> Factors:
     xavier = ((rows + columns) / sum(there) / fan_in) ** 0.5  # 1 if the FFN is as many times as wide there
     rate = (fan_out / fan_in * max(there) / max(rows, columns)) ** 0.5 if muon else 1 / fan_in
     return Factors(xavier, rate, eps).holding(held)
+
+
+def _of_norm(name: str, eps: float, multiplier: float) -> Factors:
+    """The factors of a gain or bias, either of which holds the multiplier of what its norm puts out."""
+    if name.rpartition(".")[2] not in ("weight", "bias"):
+        raise ValueError(f"nothing says whether model.tuned_at scales {name}; say it in model/transfer.py")
+    return Factors(eps=eps).holding(multiplier)

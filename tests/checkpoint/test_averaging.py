@@ -259,6 +259,10 @@ def test_impossible_choices_are_rejected(recipe: config.Recipe) -> None:
         choose_checkpoints(checkpoints, updates=[10, 25])
     with user_error("name one twice"):
         choose_checkpoints(checkpoints, updates=[10, 10])
+    last = checkpoints / "update-00000040"
+    (checkpoints.parent / "link").symlink_to(last)
+    with user_error(f"^checkpoints {last}, .*link name one twice; give each once$"):
+        average_run(recipe, folders=[last, checkpoints.parent / "link"])
     with user_error("from 41 to 90"):
         choose_checkpoints(checkpoints, span=(41, 90))
     with user_error("in one way only"):

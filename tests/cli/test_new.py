@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from refusals import Refused, contents
+from small_disk import small_disk
 
 from deepnmt.cli import main
 from deepnmt.config import Corpus, load_recipe
@@ -99,6 +101,17 @@ def test_mistakes(
     Path("few.de").write_text("ein Satz\n")
     assert main("new", words.split()) == 2
     assert message in capsys.readouterr().err and not Path("my.yaml").exists()
+
+
+@pytest.mark.parametrize(("file", "most"), [("my.yaml", 5_000), ("a.de/my.yaml", 10**6)])
+def test_nothing_is_left_where_the_disk_is_full(file: str, most: int, text: list[tuple[str, str]],
+                                                refused: Refused) -> None:
+    """Neither if a text does not fit nor if the recipe cannot be written."""
+    before = contents(Path())
+    with small_disk(most):
+        said = refused("new", file, "--src", "a.de", "--trg", "a.en", "--machine", "cpu")
+    assert "cannot be written" in said and "tmp" not in said and contents(Path()) == before
+    assert main("new", ["my.yaml", "--src", "a.de", "--trg", "a.en", "--machine", "cpu"]) == 0
 
 
 @pytest.mark.parametrize("name", ["a #b", "a: b", "{a}", "*a", "a,b"])

@@ -223,6 +223,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"translate__temperature": 0.7},
      ["translate: temperature (0.7) needs method: sample or mbr, but method is beam; remove temperature, "
       "or set it to 1"]),
+    ({"translate__samples": 64},
+     ["translate: samples (64) needs method: mbr, but method is beam; remove samples, or set it to 32"]),
     ({"translate": {"method": "greedy", "patience": 1.0, "temperature": 2.0}},
      ["translate: temperature (2) needs method: sample or mbr, but method is greedy; remove temperature, "
       "or set it to 1",

@@ -89,6 +89,23 @@ def test_rules_hold_without_a_beam(method: str) -> None:
             assert candidate.log_prob == pytest.approx(log_prob(sentence, counted), abs=1e-4)
 
 
+@pytest.mark.parametrize("method", ["beam", "greedy", "sample"])
+def test_a_hypothesis_without_a_token_left_ends_before_its_least_length(method: str) -> None:
+    """Of four words none may come twice, and the first is barred. One sentence begins with a word that comes twice."""
+    begin = torch.tensor([[PAD] * 5, [4, 5, 6, 6, 0]])
+    rules, limits = Rules((0,), 9, 1, begin), torch.tensor([9, 9])
+    if method == "beam":
+        found = beam_search(TableStepper(2, 4), limits, 4, 4, PENALTY, rules=rules)
+    else:
+        choose = choose_greedily if method == "greedy" else make_sampler(torch.rand(2, 4, 9), 1.0, top_p=0.9)
+        found = decode_independently(TableStepper(2, 4), limits, 4, choose, PENALTY, rules)
+    for sentence, candidates, words in zip(range(2), found, ([4, 5, 6], [0, 4, 5, 6, 6]), strict=True):
+        assert candidates
+        for candidate in candidates:
+            assert candidate.ended and sorted(candidate.tokens) == words
+            assert candidate.log_prob == pytest.approx(log_prob(sentence, (*candidate.tokens, EOS)), abs=1e-4)
+
+
 @pytest.mark.parametrize(("options", "kept"), [
     ({"top_k": 3}, [0, 1, 3]), ({"top_k": 1}, [3]), ({"top_p": 0.5}, [1, 3]), ({"top_p": 0.7}, [0, 1, 3]),
     ({"top_p": 1e-9}, [3]), ({"epsilon": 0.1}, [0, 1, 3]), ({"epsilon": 0.9}, [3]), ({}, [0, 1, 2, 3, 4]),

@@ -66,6 +66,14 @@ def test_peri_ln_has_its_depth_in_the_second_norm() -> None:
     assert factors_of("decoder.layers.0.rule.out_norms.1.weight", model) == Factors()
 
 
+@pytest.mark.parametrize("name", ["decoder.norm.slope", "encoder.layers.0.rule.norms.1.slope",
+                                  "decoder.layers.0.rule.out_norms.1.slope"])
+def test_an_unknown_parameter_of_a_norm_is_no_gain(name: str) -> None:
+    model = Model(**model_of(8, 2, "peri_ln", tuned_at={**SMALL, "encoder_layers": 2}))
+    with pytest.raises(ValueError, match=f"whether model.tuned_at scales {name}"):
+        factors_of(name, model)
+
+
 def test_a_decoder_by_itself() -> None:
     model = Model(width=64, heads=4, ffn=256, encoder={"layers": 0}, decoder={"block": "pre_ln", "layers": 6},
                   tuned_at={**SMALL, "decoder_layers": 2})

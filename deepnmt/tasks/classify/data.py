@@ -198,7 +198,7 @@ def segment(recipe: ClassifyRecipe, vocab: Vocabulary, rows: Iterator[Row], name
     firsts: list[int] = []
     labels: list[int] = []
     while chunk := list(itertools.islice(rows, 10_000)):
-        encoded = iter(vocab.encode_batch([text for row in chunk for text in row.texts]))
+        encoded = iter(vocab.encode_batch([text for row in chunk for text in row.texts], tags=False))
         for row in chunk:
             parts = [next(encoded) for _ in row.texts]
             room = limit - 1 - len(parts)

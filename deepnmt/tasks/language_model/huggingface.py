@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deepnmt import folders
 from deepnmt.checkpoint.checkpoint import (
     Contents,
     TrainingState,
@@ -30,7 +31,7 @@ from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.fields import either
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.files import reporting, write_text
+from deepnmt.files import write_text
 from deepnmt.model.init import fill
 from deepnmt.model.positions import POSITIONS
 from deepnmt.model.transformer import Transformer
@@ -39,6 +40,7 @@ from deepnmt.tokens import EOS, PAD
 
 _PLAIN = {"relu": "relu", "gelu": "gelu", "silu": "silu"}  # our activations by theirs; gelu_new is another
 _EPS = 1e-5  # of our norms
+_EXPORTED = folders.Kind("exported model", (), "", "free disk space, or give another folder with --output")
 
 
 def _kind(recipe: Recipe) -> str:
@@ -92,11 +94,10 @@ def export_model(loaded: Loaded, folder: Path) -> str:
     theirs = _theirs(kind, weights, math.sqrt(shape.width) * table, output, model.decoder.layers)
     if kind == "gpt2":
         theirs["transformer.wpe.weight"] = POSITIONS[model.positions].table(model.max_length, shape.width)
-    with reporting(f"the exported model {folder}", "free disk space, or give another folder with --output"):
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        (folder / "tokenizer.model").write_bytes(loaded.vocab.bytes)
-        save_file({name: weight.contiguous() for name, weight in theirs.items()}, folder / "model.safetensors",
+    with folders.whole_folder(folder, _EXPORTED) as place:
+        (place / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        (place / "tokenizer.model").write_bytes(loaded.vocab.bytes)
+        save_file({name: weight.contiguous() for name, weight in theirs.items()}, place / "model.safetensors",
                   {"format": "pt"})
     return f"{folder}: {config['architectures'][0]}, {sum(weight.numel() for weight in theirs.values()):,} numbers"
 

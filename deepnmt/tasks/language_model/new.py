@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from deepnmt import folders
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
-from deepnmt.files import reporting
-from deepnmt.new import Hardware, check_name, machine
+from deepnmt.new import TEXTS, Hardware, check_name, machine, write_recipe
 from deepnmt.shipped import schema_of
 from deepnmt.tasks.language_model.text import read_documents
 
@@ -85,27 +85,29 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     if len(parts) < 3:
         raise UserError(f"{text} has {len(parts)} documents, too few to hold some out; give more text")
     words = dict.fromkeys(("train", "valid", "test"), 0)
-    with reporting(f"the texts in {folder}", "free disk space, or go to another folder"), ExitStack() as opened:
-        folder.mkdir(parents=True)
-        files = {name: opened.enter_context(open(folder / f"{name}.txt", "w", encoding="utf-8")) for name in words}
-        for number, part in enumerate(parts):
-            drawn = hashlib.sha256(f"{number} {part[0]}".encode()).digest()[0]  # of 256
-            name = "train"
-            if drawn < 4:
-                name = "valid"
-            elif drawn < 8:
-                name = "test"
-            if number < len(words):  # each has one at least
-                name = ("valid", "test", "train")[number]
-            files[name].write("\n".join(part) + ("\n\n" if apart else "\n"))
-            words[name] += sum(len(line.split()) + 1 for line in part)
-    kind, precision, description = machine(hardware)
-    row = next(row for row in TABLE[kind] if words["train"] <= row.words)
-    pieces = 1.4 * words["train"]
-    updates = round(min(max(row.passes * pieces / row.tokens, row.updates[0]), row.updates[1]))
-    engine = "ds_config: null # plain PyTorch" if precision == "fp32" else "ds_config: ds_configs/zero1.json # ZeRO-1"
-    every = max(10, updates // 20)
-    recipe = f"""\
+    with folders.whole_folder(folder, TEXTS) as place:
+        with ExitStack() as opened:
+            files = {name: opened.enter_context(open(place / f"{name}.txt", "w", encoding="utf-8")) for name in words}
+            for number, part in enumerate(parts):
+                drawn = hashlib.sha256(f"{number} {part[0]}".encode()).digest()[0]  # of 256
+                name = "train"
+                if drawn < 4:
+                    name = "valid"
+                elif drawn < 8:
+                    name = "test"
+                if number < len(words):  # each has one at least
+                    name = ("valid", "test", "train")[number]
+                files[name].write("\n".join(part) + ("\n\n" if apart else "\n"))
+                words[name] += sum(len(line.split()) + 1 for line in part)
+        kind, precision, description = machine(hardware)
+        row = next(row for row in TABLE[kind] if words["train"] <= row.words)
+        pieces = 1.4 * words["train"]
+        updates = round(min(max(row.passes * pieces / row.tokens, row.updates[0]), row.updates[1]))
+        engine = "ds_config: null # plain PyTorch"
+        if precision != "fp32":
+            engine = "ds_config: ds_configs/zero1.json # ZeRO-1"
+        every = max(10, updates // 20)
+        recipe = f"""\
 # yaml-language-server: $schema={schema_of('language_model')}
 # A language model of {row.layers} layers, written by `deepnmt new --text` for {description}.
 
@@ -153,9 +155,7 @@ parallel: # processes and precision
   {engine}
   precision: {precision} # {description}
 """
-    with reporting(str(file), "free disk space, or give write permission"):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(recipe, encoding="utf-8")
+        write_recipe(file, recipe)
     load_recipe(file, [])
     return (f"{text}: {len(lines):,} lines, {sum(words.values()):,} words, "
             f"{'documents apart' if apart else 'one stream'}\n{file}: {row.layers} layers, width {row.width}, "

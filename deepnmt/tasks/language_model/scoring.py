@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 from deepnmt.checkpoint.checkpoint import require_model
 from deepnmt.config import Model, Recipe
 from deepnmt.data.text import read_lines
+from deepnmt.decode.formats import open_output
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, reporting, table, write_json
 from deepnmt.processes.ranks import Ranks
@@ -82,6 +81,9 @@ def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoin
     loaded = _load(recipe, checkpoint, ranks)
     if not ranks.first:
         return
+    target = None if output == "-" else Path(output)
+    if target is not None:
+        make_parent_folder(target)
     limit = loaded.recipe.model.max_length
     file = None if source == "-" else Path(source)
     lines = [line.strip() for line in read_lines(file)]
@@ -96,9 +98,7 @@ def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoin
     tokens = np.array(list(chain.from_iterable([*ids, EOS] for ids in encoded)), dtype=np.int64)
     window = int(lengths.max(initial=1))
     scores = score_stream(loaded.model, tokens, offsets, window, 0, max(recipe.batch.tokens, window), ranks.device)
-    if output != "-":
-        make_parent_folder(Path(output))
-    with open(output, "w", encoding="utf-8") if output != "-" else nullcontext(sys.stdout) as stream:
+    with open_output(target) as stream:
         for line, ids, begin, end in zip(lines, encoded, offsets[:-1], offsets[1:], strict=True):
             total = float(scores[begin:end].sum())
             if pieces:

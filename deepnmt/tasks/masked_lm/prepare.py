@@ -62,7 +62,7 @@ def _encode(recipe: MaskedRecipe, split: str, vocab: Vocabulary, folder: Path) -
             tokens: list[int] = []
             lengths: list[int] = []
             for where, lines in chunk:
-                ids = list(itertools.chain.from_iterable(vocab.encode_batch(lines)))
+                ids = list(itertools.chain.from_iterable(vocab.encode_batch(lines, tags=False)))
                 if not ids:
                     raise UserError(f"{where}: the {recipe.data.unit[:-1]} has no piece of the vocabulary; remove it")
                 tokens += ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import struct
+import io
 import wave
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -109,15 +109,15 @@ def _ready(utterance: Utterance) -> Features:
 def read_wave(utterance: Utterance, rate: int) -> Features:
     """The samples of an audio file, from -1 to 1. WAV of 16 bits needs no library. Raises `UserError`."""
     file = utterance.file
-    head = file.open("rb").read(12)
+    content = _with_sizes(file.read_bytes())
     truncated = UserError(f"{utterance.where}: the audio is truncated: its header promises more than the "
-                          f"{file.stat().st_size:,} bytes there are; get the file again")
-    if head[:4] == b"RIFF" and (len(head) < 8 or struct.unpack("<I", head[4:8])[0] + 8 > file.stat().st_size):
+                          f"{len(content):,} bytes there are; get the file again")
+    if content[:4] == b"RIFF" and (len(content) < 8 or _size_at(content, 4) + 8 > len(content)):
         raise truncated
-    plain = _plain_wave(file)
+    plain = _plain_wave(content)
     if plain is not None and len(plain[0]) < plain[2]:
         raise truncated
-    samples, its_rate = _any_audio(utterance) if plain is None else plain[:2]
+    samples, its_rate = _any_audio(utterance, content) if plain is None else plain[:2]
     if its_rate != rate:
         raise UserError(f"{utterance.where}: the audio has {its_rate:,} samples a second, but data.sample_rate is "
                         f"{rate:,}; convert it, for example with sox FILE -r {rate} OTHER.wav")
@@ -127,35 +127,59 @@ def read_wave(utterance: Utterance, rate: int) -> Features:
     return samples
 
 
-def _plain_wave(file: Path) -> tuple[Features, int, int] | None:
+def _size_at(content: bytes, place: int) -> int:
+    """A size in a WAV's header."""
+    return int.from_bytes(content[place:place + 4], "little")
+
+
+def _with_sizes(content: bytes) -> bytes:
+    """A WAV that was written into a pipe, with the sizes in its header that its writer could not know yet: they are 0,
+    or 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 and the header (SoX). Any other audio as it is."""
+    if content[:4] != b"RIFF" or 0 < _size_at(content, 4) < 0x7FFFF000:
+        return content
+    start = 12  # of a chunk: its name, its size, and so many bytes
+    while content[start:start + 4] != b"data":
+        if start >= len(content):
+            return content
+        size = _size_at(content, start + 4)
+        start += 8 + size + size % 2
+    size = _size_at(content, start + 4)
+    if not 0 < size < 0x7FFFF000:
+        size = min(len(content) - start - 8, 2**31)
+    whole, samples = (start + size).to_bytes(4, "little"), size.to_bytes(4, "little")
+    return b"".join([content[:4], whole, content[8:start + 4], samples, content[start + 8:]])
+
+
+def _plain_wave(content: bytes) -> tuple[Features, int, int] | None:
     """The samples that are there and the rate of a WAV of 16-bit integers, and how many samples its header promises;
     None if the file is another."""
     try:
-        with wave.open(str(file), "rb") as audio:
+        with wave.open(io.BytesIO(content), "rb") as audio:
             if audio.getsampwidth() != 2:
                 return None
             channels, promised = audio.getnchannels(), audio.getnframes()
-            content = audio.readframes(promised)
-            content = content[:len(content) // (2 * channels) * 2 * channels]  # whole ones
-            samples = np.frombuffer(content, "<i2").astype(np.float32) / np.float32(2**15)
+            read = audio.readframes(promised)
+            read = read[:len(read) // (2 * channels) * 2 * channels]  # whole ones
+            samples = np.frombuffer(read, "<i2").astype(np.float32) / np.float32(2**15)
             return samples if channels == 1 else samples.reshape(-1, channels), audio.getframerate(), promised
     except (wave.Error, EOFError, ValueError):
         return None
 
 
-def _any_audio(utterance: Utterance) -> tuple[Any, int]:
+def _any_audio(utterance: Utterance, content: bytes) -> tuple[Any, int]:
     try:
         import soundfile
     except (ImportError, OSError):  # OSError: without libsndfile
         raise UserError(f"{utterance.where}: only WAV of 16 bits is read without soundfile, which is not installed: "
                         "pip install 'deepnmt[speech]'") from None
     try:
-        with soundfile.SoundFile(str(utterance.file)) as audio:
+        with soundfile.SoundFile(io.BytesIO(content)) as audio:
             samples = audio.read(dtype="float32")
             promised = audio.frames
             its_rate = audio.samplerate
     except RuntimeError as error:
-        raise UserError(f"{utterance.where}: the audio cannot be read ({error}), or is truncated; get the file again"
+        why = getattr(error, "error_string", error)  # without what was opened
+        raise UserError(f"{utterance.where}: the audio cannot be read ({why}), or is truncated; get the file again"
                         ) from None
     if len(samples) < promised:
         raise UserError(f"{utterance.where}: the audio is truncated: {len(samples):,} of {promised:,} samples are "

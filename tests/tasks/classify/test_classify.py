@@ -24,7 +24,7 @@ from deepnmt.model.init import fill
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.steps import run_steps
-from deepnmt.tasks.classify.data import open_examples
+from deepnmt.tasks.classify.data import Row, open_examples, segment
 from deepnmt.tasks.classify.metrics import count, interval, scores
 from deepnmt.tasks.classify.model import build_of
 from deepnmt.tasks.classify.settings import ClassifyRecipe
@@ -119,6 +119,15 @@ def test_pairs_have_marks_and_segments(folder: Path) -> None:
     sizes = [len(stream.update(TrainState().position, 13, 0, 1, torch.device("cpu")).batches[n]["labels"])
              for n in range(13)]
     assert sorted(sizes) == [4, *[8] * 12] and 0 < stream.waste(0) < 0.5
+
+
+def test_a_mask_in_the_text_is_text(folder: Path) -> None:
+    """The vocabulary of a masked language model has one."""
+    lines = (TEXT / "train.en").read_text(encoding="utf-8").splitlines()[:140]
+    vocab = Vocabulary(train_vocabulary(lines, Vocab(size=120), ["<mask>"]))
+    rows = iter([Row("valid.tsv, line 1", ["<mask> a dog", "<mask>"], "same")])
+    [sequence] = segment(recipe_in(folder), vocab, rows, "valid").sequences
+    assert vocab.tags["<mask>"] not in sequence and len(sequence) > 10
 
 
 def test_tables_with_names_and_json_lines_are_the_same(folder: Path, tmp_path: Path) -> None:

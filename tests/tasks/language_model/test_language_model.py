@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from refusals import Refused
+from refusals import Refused, contents
+from small_disk import small_disk
 from small_text import ROOT, recipe, tree, write_texts
 from torch.nn import functional as F
 
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.data.examples import ExampleStream
+from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.steps import run_steps
@@ -66,6 +68,17 @@ def test_it_learns_and_tells_how_well(trained: Path, capsys: pytest.CaptureFixtu
     good, bad = (json.loads(line) for line in scores.read_text().splitlines())
     assert good["score"] > bad["score"] and len(good["pieces"]) == 7
     assert sum(value for _, value in good["pieces"]) == pytest.approx(good["score"], abs=1e-4)
+
+
+def test_scores_appear_when_all_are_there(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, scores = tmp_path / "lines.txt", tmp_path / "scores.txt"
+    lines.write_text("the dog\n" * 2, encoding="utf-8")
+    scores.write_text("earlier ones", encoding="utf-8")
+    first = iter(["a piece"])
+    monkeypatch.setattr(Vocabulary, "to_pieces", lambda _, ids: [next(first) for _ in ids[:1]] * len(ids))
+    with pytest.raises(StopIteration):  # at the second line
+        main("score", [str(trained / "run"), "--input", str(lines), "--output", str(scores), "--pieces"])
+    assert scores.read_text(encoding="utf-8") == "earlier ones" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_sample_is_fixed_by_its_seed_and_drawn_from_the_model(trained: Path, capsys: pytest.CaptureFixture[str]
@@ -320,4 +333,8 @@ def test_a_text_that_gives_no_recipe_leaves_nothing(text: str, said: str, tmp_pa
     assert "the folders of data and run get the recipe's name" in refused("new", "a #b.yaml", "--text", "text.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
     Path("text.txt").write_text("a b\n" * 101, encoding="utf-8")
+    for file, most in (("my.yaml", 100), ("text.txt/my.yaml", 10**6)):
+        with small_disk(most):
+            said = refused("new", file, "--text", "text.txt", "--machine", "cpu")
+        assert "cannot be written" in said and list(contents(tmp_path)) == ["text.txt"]
     assert main("new", ["my.yaml", "--text", "text.txt", "--machine", "cpu"]) == 0

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import truncate
+from refusals import truncate, user_error
 from safetensors.torch import load_file, save_file
+from small_disk import small_disk
 from small_text import recipe, write_texts
 
 from deepnmt.cli import main
@@ -94,6 +95,14 @@ def test_what_transformers_cannot_compute(model: dict[str, Any], said: str, voca
     with pytest.raises(UserError, match=said):
         export_model(stirred(vocab, tmp_path, **model), tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_model(vocab: Vocabulary, tmp_path: Path) -> None:
+    loaded, folder = stirred(vocab, tmp_path), tmp_path / "out" / "exported"
+    with small_disk(5_000), user_error(f"^exported model folder {folder} cannot be written: .*too large"):
+        export_model(loaded, folder)
+    assert not list((tmp_path / "out").iterdir())
+    export_model(loaded, folder)
 
 
 @pytest.mark.parametrize(("changes", "said"), [

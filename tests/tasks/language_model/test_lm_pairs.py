@@ -281,7 +281,7 @@ def test_sampling_and_prefixes(trained: Path, tmp_path: Path) -> None:
     assert found[0].startswith("FOX ") and found[2].startswith("EEL EEL")
     said = []
     for seed in ("seed=1", "seed=1", "seed=2"):
-        assert main("translate", [*words, "translate.method=sample", "translate.samples=4", "translate.nbest=4",
+        assert main("translate", [*words, "translate.method=sample", "translate.nbest=4",
                                   "translate.temperature=3", "--format", "tsv", seed]) == 0
         said.append(out.read_text(encoding="utf-8"))
     assert said[0] == said[1] != said[2]
@@ -306,6 +306,21 @@ def test_a_long_source_is_cut_to_half_of_the_model(trained: Path, tmp_path: Path
     assert main("translate", [str(trained / "run"), "--input", str(sources), "--output", str(out)]) == 0
     assert len(out.read_text().splitlines()) == 2
     assert "line 1 has 40 tokens; only its first 15 are translated (half of model.max_length is 16)" in caplog.text
+
+
+def test_a_prefix_longer_than_the_source_leaves_is_cut_with_a_word(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the model's 32 positions the source takes 3."""
+    sources, begins, out = (tmp_path / name for name in ("in.txt", "prefix.txt", "out.txt"))
+    sources.write_text("ape bee\n" * 2, encoding="utf-8")
+    begins.write_text("FOX " * 28 + "\n" + "FOX " * 29 + "\n", encoding="utf-8")
+    assert main("translate", [str(trained / "run"), "--input", str(sources), "--output", str(out), "--prefix",
+                              str(begins)]) == 0
+    assert all(line.startswith("FOX " * 27 + "FOX") for line in out.read_text(encoding="utf-8").splitlines())
+    [said] = [message for message in caplog.messages if "prefix" in message]
+    assert said == ("the prefix of line 2 has 29 tokens; only its first 28 are used (what the source leaves of "
+                    "model.max_length is 29)")
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

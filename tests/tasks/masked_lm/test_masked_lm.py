@@ -132,6 +132,15 @@ def test_sequences_are_lines_or_pieces_of_documents(tmp_path: Path) -> None:
     assert batch.tokens == int((batch["targets"] != PAD).sum()) == int(text.trg_lengths[[0, -1]].sum())
 
 
+def test_a_mask_in_the_text_is_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(f"{MASK} a man walks .\na {MASK}\n{MASK}\n", encoding="utf-8")
+    recipe = recipe_in(tmp_path, data={"valid": str(tmp_path / "a.txt")})
+    PreparedText.prepare(recipe)
+    data = PreparedText.open(recipe)
+    side = data.sequences("valid")
+    assert not any(data.vocab.tags[MASK] in side[i] for i in range(3)) and len(side[0]) > len(side[2]) > 3
+
+
 def test_loss_and_gradients_are_those_of_the_formula(prepared: Path) -> None:
     """Logits from plain tensors: BERT's input, its head over the tied table; the loss over masked tokens alone."""
     recipe = recipe_in(prepared, model={"dropout": 0.0, "attention_dropout": 0.0})

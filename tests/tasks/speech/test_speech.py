@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from refusals import Refused
+from refusals import Refused, user_error
 from task_layouts import four_updates
 from tiny_engines import parallel
 from warm import Warm
@@ -31,7 +31,7 @@ from deepnmt.evaluate.metrics import score_lines
 from deepnmt.files import read_log
 from deepnmt.model.init import fill
 from deepnmt.processes.ranks import Ranks
-from deepnmt.tasks.speech.audio import Utterance, features_of, read_lists
+from deepnmt.tasks.speech.audio import Utterance, features_of, read_lists, read_wave
 from deepnmt.tasks.speech.data import SpeechStream, hide, padded_frames
 from deepnmt.tasks.speech.filterbanks import BINS, filter_banks, normalised
 from deepnmt.tasks.speech.model import build_of, initial_weights
@@ -393,6 +393,25 @@ def test_faulty_utterances(line: str, expected: str, tmp_path: Path, refused: Re
     (tmp_path / "less.wav").write_bytes(whole[:4] + (2993).to_bytes(4, "little") + whole[8:3001])
     said = refused("prepare", file, "vocab.size=12")
     assert expected in said and not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(("riff", "size"), [(2**32 - 1, 2**32 - 1), (0, 0), (0x7FFFF024, 0x7FFFF000)])
+@pytest.mark.parametrize("subtype", ["PCM_16", "FLOAT"])
+def test_a_wav_from_a_pipe(riff: int, size: int, subtype: str, tmp_path: Path) -> None:
+    """Its samples are those up to the end of the file. Where the header has their size, fewer are a truncated file."""
+    utterance = Utterance("pipe.wav", tmp_path / "pipe.wav", "do")
+    write_wave(utterance.file, wave_of(1, 0.3))
+    expected = read_wave(utterance, RATE)
+    if subtype == "FLOAT":
+        soundfile = pytest.importorskip("soundfile", reason="pip install 'deepnmt[speech]'")
+        soundfile.write(utterance.file, expected, RATE, subtype=subtype)
+    head, _, rest = utterance.file.read_bytes().partition(b"data")
+    head = head[:4] + riff.to_bytes(4, "little") + head[8:] + b"LIST\x05\0\0\0INFO \0data"  # an odd size is padded
+    utterance.file.write_bytes(head + size.to_bytes(4, "little") + rest[4:])
+    assert np.array_equal(read_wave(utterance, RATE), expected)
+    utterance.file.write_bytes(head + rest[:-2])
+    with user_error("the audio is truncated"):
+        read_wave(utterance, RATE)
 
 
 def test_a_truncated_flac(tmp_path: Path, refused: Refused) -> None:
