@@ -37,9 +37,11 @@ class PackedLinear(nn.Module):
 
 def pack(model: Transformer) -> Transformer:
     """Packs the linear maps of a model in place and returns it, which can then be used under `torch.inference_mode`
-    alone; on a GPU, and on CPUs without AVX2, leaves it as it is."""
+    alone; on a GPU, and on CPUs for which oneDNN has no product of these numbers, leaves it as it is."""
     weight = model.output_weight
     if _pack is None or weight.device.type != "cpu" or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return model
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # needs more than AVX2
         return model
     for module in model.modules():
         for name, child in module.named_children():
