@@ -446,7 +446,7 @@ def join(work: Work, units: Sequence[Unit]) -> None:
         _require_kept(work, units, temporary)
         earlier = [PreparedData.open(folder) for folder in data.reuse]
         texts = {name: text for name, text in corpora(recipe).items() if name != TRAIN}
-        codes = {name: copy_text(temporary, name, read_pairs(text, tags=False)) for name, text in texts.items()}
+        codes = {name: copy_text(temporary, name, read_pairs(text)) for name, text in texts.items()}
         if vocab.model:
             check_vocabularies(Path(vocab.model))
             models = given_vocabularies(vocab, tags)

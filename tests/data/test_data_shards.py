@@ -99,6 +99,18 @@ def test_one_shard_has_the_bytes_and_the_plan_of_one_piece(prepared: Path, tmp_p
     assert (one.tokens, one.passes, one.next) == (other.tokens, other.passes, other.next)
 
 
+def test_scored_texts_keep_their_tags(prepared: Path, tmp_path: Path) -> None:
+    """Training translates the validation text as it is kept here."""
+    tagged = {name: text(prepared, name, tag="<2de>") for name in ("train", "valid", "test")}
+    kept = []
+    for folder, pairs in ((tmp_path / "whole", 0), (tmp_path / "shards", 600)):
+        recipe = recipe_of(prepared, folder, shard_pairs=pairs, train=tagged["train"], valid=tagged["valid"],
+                           test={"held_out": tagged["test"]})
+        prepare(recipe)
+        kept.append([(folder / "data" / f"{name}.src.txt").read_text("utf-8") for name in ("valid", "test.held_out")])
+    assert kept[0] == kept[1] and all(one.startswith("<2de> ") for one in kept[1])
+
+
 def test_every_pair_once_an_epoch(plain: Recipe, prepared: Path) -> None:
     stream = training_stream(plain, open_prepared(plain))
     whole = training_stream(recipe_of(prepared, prepared), PreparedData.open(prepared / "data"))
