@@ -184,7 +184,8 @@ class Trainer:
             improved = not done.stop and self._validation_due() and self._validate()
             self._end_stages()  # by its patience
             ended = self._ended() and not self._validation_due()
-            if state.update % settings.save_every == 0 or improved or ended or done.stop:
+            due = state.update > 0 and state.update % settings.save_every == 0  # the first update may be dropped
+            if due or improved or ended or done.stop:
                 self._save(last=ended or done.stop)
             if ended:
                 return self._finish()
