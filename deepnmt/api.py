@@ -35,6 +35,7 @@ from deepnmt.config import Recipe, check_recipe, load_recipe, override
 from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import NAMED
 from deepnmt.data.prepare import prepare as prepare_data
+from deepnmt.data.tables import is_whole
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.models import cast_weights, load_searcher
 from deepnmt.decode.packed import pack, packed_copy
@@ -492,11 +493,9 @@ def _texts(given: Any, name: str) -> Iterator[str]:
 def _text(given: Any, name: str) -> str:
     if not isinstance(given, str):
         raise UserError(f"{name} is {given!r}, must be a string")
-    try:
-        given.encode()
-    except UnicodeEncodeError:
+    if not is_whole(given):
         raise UserError(f"{name} is {given!r}, which holds half of a character (a lone surrogate) and is no text; read "
-                        "it again as UTF-8") from None
+                        "it again as UTF-8")
     return given
 
 
