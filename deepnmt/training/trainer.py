@@ -275,10 +275,12 @@ class Trainer:
         """Validates; returns whether this is the best validation so far."""
         heartbeat.begin(heartbeat.VALIDATION)
         state, result = self.state, self._measure()
-        best = state.best
-        improved = not best or result.value < best["value"]
+        best, value = state.best, result.value
+        if math.isnan(value):  # fp16 may overflow in a sentence; any number is better
+            value = math.inf
+        improved = not best or value < best["value"]
         if improved:
-            state.best = {"value": result.value, "update": state.update, "waited": 0}
+            state.best = {"value": value, "update": state.update, "waited": 0}
         else:
             state.best = {**best, "waited": best["waited"] + 1}
         record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved, **result.figures}
@@ -286,7 +288,7 @@ class Trainer:
             for figure, number in {"loss": one.loss, "perplexity": one.perplexity, **one.figures}.items():
                 if not isinstance(number, str):
                     record[f"{name}/{figure}"] = number
-        state.validations.append({"update": state.update, "value": result.value, **record})
+        state.validations.append({"update": state.update, "value": value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
         self._warn(result.figures)
         return improved

@@ -95,6 +95,13 @@ def test_epochs_end_the_run_and_the_eta(run: Run, prepared: Path, monkeypatch: p
     assert seconds == sorted(seconds, reverse=True) and 900 < seconds[-1] < seconds[0] < 1000
 
 
+def test_a_number_is_better_than_none(run: Run) -> None:
+    """A validation whose loss is NaN was the best for ever, so that patience ended the run."""
+    folder = run([(math.nan, 0.0), (5.0, 1.0), (4.0, 2.0), (math.nan, 0.0)], "train.patience=2", "train.updates=4")
+    assert ended(folder) == 4 and kept(folder) == [3, 4]
+    assert load_state(folder / "checkpoints" / "update-00000004").best == {"value": 4.0, "update": 3, "waited": 1}
+
+
 def test_no_checkpoint_of_initial_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first update may be dropped; an average of the last checkpoints must not have the weights before it."""
     step, calls = LocalEngine.train_step, 0
