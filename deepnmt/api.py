@@ -50,7 +50,7 @@ from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.trainer import PREEMPTED
+from deepnmt.training.trainer import PREEMPTED, SIGNALS
 from deepnmt.training.trainer import train as train_run
 
 __all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]
@@ -327,10 +327,10 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
     """Trains a recipe into its run folder, or resumes there, as `deepnmt train` does on one process.
 
     For several processes use the command under deepspeed, torchrun or srun, and `load` what it leaves; for
-    `train.probe_every` too. At SIGTERM, SIGUSR1 or SIGINT (Ctrl-C, a notebook's stop button) the run saves first, and
-    then the signal has its usual effect; called again, training resumes. Outside the main thread signals are left
-    alone. A process trains one run at a time: dropout draws from PyTorch's own generator, which no other thread may use
-    meanwhile.
+    `train.probe_every` too. At SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C, a notebook's stop button) the run saves
+    first, and then the signal has its usual effect; called again, training resumes. Outside the main thread signals are
+    left alone. A process trains one run at a time: dropout draws from PyTorch's own generator, which no other thread
+    may use meanwhile.
 
     Args:
         recipe, changes: see `read_recipe`.
@@ -564,7 +564,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 def _process_restored() -> Iterator[None]:
     """Puts back what training on one process changes of it: environment variables and signal handlers."""
     environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:

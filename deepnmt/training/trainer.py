@@ -40,6 +40,7 @@ from deepnmt.training.verification import AT_ONCE, Verification
 from deepnmt.visitors import require_visitors, visitor_modules
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # at which a run saves and stops
 _TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
               "checkpoint; or lower batch.tokens, in another run")
 
@@ -156,7 +157,7 @@ class Trainer:
         """Trains until the recipe's end, early stopping or a signal; returns the process's exit code."""
         settings, state = self.recipe.train, self.state
         if threading.current_thread() is threading.main_thread():  # no other may
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            for number in SIGNALS:
                 if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # nohup's
                     signal.signal(number, self._on_signal)
         if self._validation_due():  # the run was stopped after this update, before its validation
