@@ -273,7 +273,7 @@ def _sampled(work: Work, hashes: Hashes) -> npt.NDArray[np.bool_]:
 
 def encode_unit(work: Work, unit: Unit) -> None:
     """Makes the shard of a unit, or takes it from data that have it. Raises `UserError`."""
-    joined = json.loads((work.folder / "joined.json").read_text(encoding="utf-8"))
+    joined = folders.read_json(work.folder, "joined.json", KIND)
     data, corpus = work.recipe.data, work.corpus(unit)
     codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
     text = (work.read(unit) / "digest").read_text(encoding="utf-8")
@@ -370,7 +370,7 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
     asked = {"settings": prepared_settings(recipe), "reuse": recipe.data.reuse, "files": sizes}
     with _alone(folder):
         if file.exists():
-            index = json.loads(file.read_text(encoding="utf-8"))
+            index = folders.read_json(folder, file.name, KIND)
             if index["asked"] != json.loads(json.dumps(asked)):
                 raise UserError(f"{folder} holds what was prepared of other texts or with other settings; delete it, "
                                 "or prepare with those it was begun with")
@@ -578,8 +578,8 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: 
 
 def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
     """Puts the folder of the data together. Raises `UserError`."""
-    joined = json.loads((work.folder / "joined.json").read_text(encoding="utf-8"))
-    index = json.loads((work.folder / "index.json").read_text(encoding="utf-8"))
+    joined = folders.read_json(work.folder, "joined.json", KIND)
+    index = folders.read_json(work.folder, "index.json", KIND)
     shards: dict[str, list[dict[str, Any]]] = {}
     counts: list[dict[str, Any]] = []
     for unit in units:

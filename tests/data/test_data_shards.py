@@ -478,6 +478,9 @@ def test_mistakes(prepared: Path, plain: Recipe, texts: dict[str, Any], tmp_path
     prepare(recipe, Part(1, 2))
     with user_error(r"begun/data.parts holds what was prepared of other texts or with other settings; delete it"):
         prepare(_recipe(prepared, tmp_path / "begun", {"news": texts["news"]}), Part(1, 2))
+    (tmp_path / "begun" / "data.parts" / "index.json").write_bytes(b"")  # as after a power failure
+    with user_error(r"begun/data.parts is damaged: index.json cannot be read .*; delete the folder and run deepnmt"):
+        prepare(recipe, Part(1, 2))
     file = Path(texts["news"]["src"])
     unequal = {"src": str(file), "trg": texts["web"]["trg"]}
     with user_error(r"news.en has 230 lines and .*web.de has 410; line N of one must belong to line N of"):
