@@ -116,8 +116,9 @@ def end_others(fault: str) -> None:
 def rank_from_environment() -> tuple[int, int, int, int]:
     """Rank, world size, local rank and local world size, from the variables that the launcher sets.
 
-    For the tasks of an `srun` it also sets MASTER_ADDR and MASTER_PORT, where they are missing. Raises `UserError` for a
-    rank that is none of a launcher's.
+    For the tasks of an `srun` it also sets MASTER_ADDR and MASTER_PORT, where they are missing.
+
+    Raises `UserError` for a rank that is none of a launcher's.
     """
     env = os.environ
     if "RANK" in env:
