@@ -35,6 +35,7 @@ from deepnmt.config import Recipe, check_recipe, load_recipe, override
 from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import NAMED
 from deepnmt.data.prepare import prepare as prepare_data
+from deepnmt.data.tables import is_whole
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.models import cast_weights, load_searcher
 from deepnmt.decode.packed import pack, packed_copy
@@ -49,7 +50,7 @@ from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.trainer import PREEMPTED
+from deepnmt.training.trainer import PREEMPTED, SIGNALS
 from deepnmt.training.trainer import train as train_run
 
 __all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]
@@ -326,10 +327,10 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
     """Trains a recipe into its run folder, or resumes there, as `deepnmt train` does on one process.
 
     For several processes use the command under deepspeed, torchrun or srun, and `load` what it leaves; for
-    `train.probe_every` too. At SIGTERM, SIGUSR1 or SIGINT (Ctrl-C, a notebook's stop button) the run saves first, and
-    then the signal has its usual effect; called again, training resumes. Outside the main thread signals are left
-    alone. A process trains one run at a time: dropout draws from PyTorch's own generator, which no other thread may use
-    meanwhile.
+    `train.probe_every` too. At SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C, a notebook's stop button) the run saves
+    first, and then the signal has its usual effect; called again, training resumes. Outside the main thread signals are
+    left alone. A process trains one run at a time: dropout draws from PyTorch's own generator, which no other thread
+    may use meanwhile.
 
     Args:
         recipe, changes: see `read_recipe`.
@@ -492,11 +493,9 @@ def _texts(given: Any, name: str) -> Iterator[str]:
 def _text(given: Any, name: str) -> str:
     if not isinstance(given, str):
         raise UserError(f"{name} is {given!r}, must be a string")
-    try:
-        given.encode()
-    except UnicodeEncodeError:
+    if not is_whole(given):
         raise UserError(f"{name} is {given!r}, which holds half of a character (a lone surrogate) and is no text; read "
-                        "it again as UTF-8") from None
+                        "it again as UTF-8")
     return given
 
 
@@ -565,7 +564,7 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 def _process_restored() -> Iterator[None]:
     """Puts back what training on one process changes of it: environment variables and signal handlers."""
     environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:

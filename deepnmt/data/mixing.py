@@ -102,8 +102,13 @@ class Mixture:
         if self.mixes:
             mix = np.array(self.mixes[stage])
             return _apportion(mix, int(np.array(self.sizes)[mix > 0].sum()))
-        return _apportion((np.array(self.sizes, float) * np.array(self.weights)) ** (1.0 / self.temperature),
-                          sum(self.sizes))
+        sizes, weights = np.array(self.sizes, float), np.array(self.weights)
+        with np.errstate(over="ignore", under="ignore"):
+            shares = (sizes * weights) ** (1.0 / self.temperature)
+            if not 0 < shares.sum() < np.inf:  # beyond the range of numbers: the same shares from smaller ones
+                logs = (np.log(sizes) + np.log(weights)) / self.temperature
+                shares = np.exp(logs - logs.max())
+        return _apportion(shares, sum(self.sizes))
 
 
 def _apportion(shares: npt.NDArray[np.float64], total: int) -> list[int]:

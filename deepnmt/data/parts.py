@@ -273,7 +273,7 @@ def _sampled(work: Work, hashes: Hashes) -> npt.NDArray[np.bool_]:
 
 def encode_unit(work: Work, unit: Unit) -> None:
     """Makes the shard of a unit, or takes it from data that have it. Raises `UserError`."""
-    joined = json.loads((work.folder / "joined.json").read_text(encoding="utf-8"))
+    joined = folders.read_json(work.folder, "joined.json", KIND)
     data, corpus = work.recipe.data, work.corpus(unit)
     codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
     text = (work.read(unit) / "digest").read_text(encoding="utf-8")
@@ -370,7 +370,7 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
     asked = {"settings": prepared_settings(recipe), "reuse": recipe.data.reuse, "files": sizes}
     with _alone(folder):
         if file.exists():
-            index = json.loads(file.read_text(encoding="utf-8"))
+            index = folders.read_json(folder, file.name, KIND)
             if index["asked"] != json.loads(json.dumps(asked)):
                 raise UserError(f"{folder} holds what was prepared of other texts or with other settings; delete it, "
                                 "or prepare with those it was begun with")
@@ -446,7 +446,7 @@ def join(work: Work, units: Sequence[Unit]) -> None:
         _require_kept(work, units, temporary)
         earlier = [PreparedData.open(folder) for folder in data.reuse]
         texts = {name: text for name, text in corpora(recipe).items() if name != TRAIN}
-        codes = {name: copy_text(temporary, name, read_pairs(text, tags=False)) for name, text in texts.items()}
+        codes = {name: copy_text(temporary, name, read_pairs(text)) for name, text in texts.items()}
         if vocab.model:
             check_vocabularies(Path(vocab.model))
             models = given_vocabularies(vocab, tags)
@@ -578,8 +578,8 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: 
 
 def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
     """Puts the folder of the data together. Raises `UserError`."""
-    joined = json.loads((work.folder / "joined.json").read_text(encoding="utf-8"))
-    index = json.loads((work.folder / "index.json").read_text(encoding="utf-8"))
+    joined = folders.read_json(work.folder, "joined.json", KIND)
+    index = folders.read_json(work.folder, "index.json", KIND)
     shards: dict[str, list[dict[str, Any]]] = {}
     counts: list[dict[str, Any]] = []
     for unit in units:

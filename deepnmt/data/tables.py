@@ -113,6 +113,15 @@ def _of_json(line: str, file: Path, number: int, columns: Columns) -> Row:
     return _values(value, f"{file}, line {number}", columns)
 
 
+def is_whole(text: str) -> bool:
+    """Whether a text has no half of a character, as JSON may have one: `"\\ud83d"`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _values(row: Any, where: str, columns: Columns) -> Row:
     """The columns of a JSON object or a row."""
     values = []
@@ -125,6 +134,9 @@ def _values(row: Any, where: str, columns: Columns) -> Row:
         if not isinstance(value, str):
             named = ", ".join(map(str, row)) if isinstance(row, dict) else "none"
             raise UserError(f"{where}: no text in the column {column!r}; 'columns' names two of its own ({named})")
+        if not is_whole(value):
+            raise UserError(f"{where}: the text in the column {column!r} has half of a character (a lone surrogate); "
+                            "correct the line, or leave it out")
     src, trg = (" ".join(text.split("\n")) for text in values[:2])
     return src, trg, _score(values[2], where, columns[2]) if columns[2:] else None
 

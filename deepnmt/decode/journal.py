@@ -28,7 +28,7 @@ from deepnmt.data.parts import WHOLE, Part
 from deepnmt.decode.formats import open_output
 from deepnmt.errors import UserError
 from deepnmt.files import reporting, write_bytes, write_json
-from deepnmt.folders import hash_of
+from deepnmt.folders import Kind, hash_of, read_json
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 
@@ -36,6 +36,7 @@ Items = Sequence[tuple[str, ...]]  # the lines of a chunk, and those of other te
 Outputs = Iterable[Sequence[str]]  # of each line, what goes into each output; nothing on ranks other than 0
 
 _FACTS = "journal.json"
+_KIND = Kind("journal", (), "delete the folder to have all translated anew", "", _FACTS)
 _NAME = re.compile(r"(\d{8,})\.(\d)\.([0-9a-f]{32})\.([0-9a-f]{32})")
 
 
@@ -103,7 +104,7 @@ class Journal:
             with FileLock(self.folder / ".lock"):
                 if not (self.folder / _FACTS).exists():
                     write_json(self.folder / _FACTS, facts)
-                earlier: dict[str, Any] = json.loads((self.folder / _FACTS).read_text(encoding="utf-8"))
+                earlier = read_json(self.folder, _FACTS, _KIND)
         for name in {**earlier, **facts}:
             then, now = earlier.get(name), facts.get(name)
             if then == now:

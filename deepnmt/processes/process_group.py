@@ -106,9 +106,9 @@ def processes(threads: int = 0, *, group: bool = False, differ: bool = False, de
 def end_others(fault: str) -> None:
     """Ends the processes that wait for this one, or soon will, with the sentence with which it ends before it has met
     them. The machines may differ in what they find wrong."""
-    rank, world, *_ = rank_from_environment()
-    if world > 1:
-        with contextlib.suppress(UserError, RuntimeError, OSError):
+    with contextlib.suppress(UserError, RuntimeError, OSError):
+        rank, world, *_ = rank_from_environment()
+        if world > 1:
             store = open_store(rank, world, _TELLING)
             tell_fault(store, rank, world, fault, _TELLING)
 
@@ -117,10 +117,16 @@ def rank_from_environment() -> tuple[int, int, int, int]:
     """Rank, world size, local rank and local world size, from the variables that the launcher sets.
 
     For the tasks of an `srun` it also sets MASTER_ADDR and MASTER_PORT, where they are missing.
+
+    Raises `UserError` for a rank that is none of a launcher's.
     """
     env = os.environ
     if "RANK" in env:
         world = env.get("WORLD_SIZE", "1")
+        if not (env["RANK"].isdecimal() and world.isdecimal() and int(env["RANK"]) < int(world)):
+            raise UserError(f"the environment variable RANK is {env['RANK']}, but WORLD_SIZE is "
+                            f"{env.get('WORLD_SIZE', 'missing')}, and launchers set both; unset RANK to start one "
+                            "process, or start several with deepspeed, torchrun or srun")
         local_world = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world))
         return int(env["RANK"]), int(world), int(env.get("LOCAL_RANK", "0")), int(local_world)
     place = slurm.place(env)

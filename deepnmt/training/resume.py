@@ -24,6 +24,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify_files,
 )
 from deepnmt.config import Change, Fact, Recipe, changed_settings, load_recipe
+from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
@@ -184,14 +185,17 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
     fixed = [Fact.FIXED]
     if recipe.batch.update_tokens is None:
         fixed.append(Fact.MICRO_BATCH)
-    if moment_names(begun) != moment_names(recipe):
+    keeps, needs = (not OPTIMIZERS[of.optimizer.name].whole_matrices for of in (begun, recipe))
+    if moment_names(begun) != moment_names(recipe) or (needs and not keeps):  # Muon's exp_avg_sq of a matrix stays 0
         fixed.append(Fact.MOMENTS)
     if state.loss_scale is not None:
         fixed.append(Fact.LOSS_SCALE)
 
+    ordering = f"metrics.{recipe.train.best_by}.lower_is_better"  # of the validations before
+
     def is_fixed(key: str) -> bool:
         of_an_epoch = key.startswith("data.train.") and recipe.is_marked(key, Fact.EPOCH)
-        return of_an_epoch or any(recipe.is_marked(key, fact) for fact in fixed)
+        return key == ordering or of_an_epoch or any(recipe.is_marked(key, fact) for fact in fixed)
 
     rejected = [change for change in changes if is_fixed(change.key)]
     if rejected:

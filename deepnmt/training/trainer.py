@@ -40,6 +40,7 @@ from deepnmt.training.verification import AT_ONCE, Verification
 from deepnmt.visitors import require_visitors, visitor_modules
 
 FINISHED, PREEMPTED = 0, 75  # exit codes; 75 is "try again" in sysexits
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # at which a run saves and stops
 _TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
               "checkpoint; or lower batch.tokens, in another run")
 
@@ -156,7 +157,7 @@ class Trainer:
         """Trains until the recipe's end, early stopping or a signal; returns the process's exit code."""
         settings, state = self.recipe.train, self.state
         if threading.current_thread() is threading.main_thread():  # no other may
-            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+            for number in SIGNALS:
                 if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # nohup's
                     signal.signal(number, self._on_signal)
         if self._validation_due():  # the run was stopped after this update, before its validation
@@ -184,7 +185,8 @@ class Trainer:
             improved = not done.stop and self._validation_due() and self._validate()
             self._end_stages()  # by its patience
             ended = self._ended() and not self._validation_due()
-            if state.update % settings.save_every == 0 or improved or ended or done.stop:
+            due = state.update > 0 and state.update % settings.save_every == 0  # the first update may be dropped
+            if due or improved or ended or done.stop:
                 self._save(last=ended or done.stop)
             if ended:
                 return self._finish()
@@ -274,10 +276,12 @@ class Trainer:
         """Validates; returns whether this is the best validation so far."""
         heartbeat.begin(heartbeat.VALIDATION)
         state, result = self.state, self._measure()
-        best = state.best
-        improved = not best or result.value < best["value"]
+        best, value = state.best, result.value
+        if math.isnan(value):  # fp16 may overflow in a sentence; any number is better
+            value = math.inf
+        improved = not best or value < best["value"]
         if improved:
-            state.best = {"value": result.value, "update": state.update, "waited": 0}
+            state.best = {"value": value, "update": state.update, "waited": 0}
         else:
             state.best = {**best, "waited": best["waited"] + 1}
         record = {"loss": result.loss, "perplexity": result.perplexity, "best": improved, **result.figures}
@@ -285,7 +289,7 @@ class Trainer:
             for figure, number in {"loss": one.loss, "perplexity": one.perplexity, **one.figures}.items():
                 if not isinstance(number, str):
                     record[f"{name}/{figure}"] = number
-        state.validations.append({"update": state.update, "value": result.value, **record})
+        state.validations.append({"update": state.update, "value": value, **record})
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
         self._warn(result.figures)
         return improved

@@ -24,6 +24,7 @@ from deepnmt.cli import main
 from deepnmt.model.dropout import seed_dropout
 from deepnmt.processes.host import quiet_libraries
 from deepnmt.training.log import Monitor
+from deepnmt.training.trainer import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"train.updates": 6, "train.validate_every": 6, "train.valid_bleu": False}
@@ -75,11 +76,11 @@ def test_training_restores_the_process(
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # as a user's process, not that of the suite
     quiet_libraries()
     environment, count = dict(os.environ), torch.get_num_threads()
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    handlers = [signal.getsignal(number) for number in SIGNALS]
     changes = {**SHORT, "run": tmp_path, "parallel.ds_config": layout, "parallel.threads": 2}
     trained = [deepnmt.train(prepared / "recipe.yaml", {**changes, "train.updates": updates}) for updates in (1, 2)]
     assert [one.update for one in trained] == [1, 2], "called again, it resumes"
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
     assert dict(os.environ) == environment and torch.get_num_threads() == count and not dist.is_initialized()
 
 

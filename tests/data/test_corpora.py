@@ -81,6 +81,13 @@ def test_shares_of_a_thousand_micro_batches(temperature: float) -> None:
     assert np.abs(found / due - 1).max() < 0.01
 
 
+@pytest.mark.parametrize(("weights", "temperature", "due"), [
+    ([1.0, 1.0], 1e-3, [4000, 0]), ([1e-5, 1e-5], 1e-3, [4000, 0]), ([1e308, 1.0], 1.0, [4000, 0]),
+    ([1.0, 3.0], 1e-3, [2000, 2000])])
+def test_shares_beyond_the_range_of_numbers(weights: list[float], temperature: float, due: list[int]) -> None:
+    assert Mixture([3000, 1000], weights, temperature).counts() == due
+
+
 def test_every_pair_of_a_corpus_is_used_equally_often() -> None:
     mixture = Mixture([50, 7], [1.0, 4.0])
     rows = np.concatenate([mixture.rows(3, epoch) for epoch in range(9)])

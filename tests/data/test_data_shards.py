@@ -99,6 +99,18 @@ def test_one_shard_has_the_bytes_and_the_plan_of_one_piece(prepared: Path, tmp_p
     assert (one.tokens, one.passes, one.next) == (other.tokens, other.passes, other.next)
 
 
+def test_scored_texts_keep_their_tags(prepared: Path, tmp_path: Path) -> None:
+    """Training translates the validation text as it is kept here."""
+    tagged = {name: text(prepared, name, tag="<2de>") for name in ("train", "valid", "test")}
+    kept = []
+    for folder, pairs in ((tmp_path / "whole", 0), (tmp_path / "shards", 600)):
+        recipe = recipe_of(prepared, folder, shard_pairs=pairs, train=tagged["train"], valid=tagged["valid"],
+                           test={"held_out": tagged["test"]})
+        prepare(recipe)
+        kept.append([(folder / "data" / f"{name}.src.txt").read_text("utf-8") for name in ("valid", "test.held_out")])
+    assert kept[0] == kept[1] and all(one.startswith("<2de> ") for one in kept[1])
+
+
 def test_every_pair_once_an_epoch(plain: Recipe, prepared: Path) -> None:
     stream = training_stream(plain, open_prepared(plain))
     whole = training_stream(recipe_of(prepared, prepared), PreparedData.open(prepared / "data"))
@@ -466,6 +478,9 @@ def test_mistakes(prepared: Path, plain: Recipe, texts: dict[str, Any], tmp_path
     prepare(recipe, Part(1, 2))
     with user_error(r"begun/data.parts holds what was prepared of other texts or with other settings; delete it"):
         prepare(_recipe(prepared, tmp_path / "begun", {"news": texts["news"]}), Part(1, 2))
+    (tmp_path / "begun" / "data.parts" / "index.json").write_bytes(b"")  # as after a power failure
+    with user_error(r"begun/data.parts is damaged: index.json cannot be read .*; delete the folder and run deepnmt"):
+        prepare(recipe, Part(1, 2))
     file = Path(texts["news"]["src"])
     unequal = {"src": str(file), "trg": texts["web"]["trg"]}
     with user_error(r"news.en has 230 lines and .*web.de has 410; line N of one must belong to line N of"):

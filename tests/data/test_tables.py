@@ -145,6 +145,9 @@ def test_faults_of_tables(tmp_path: Path) -> None:
     lines.write_text('{"de": "Haus", "en": "house"}\nHof\n', encoding="utf-8")
     with user_error("a.jsonl, line 2: no JSON"):
         list(read_pairs(Corpus(tsv=[str(lines)], columns=["de", "en"])))
+    lines.write_text('{"de": "Haus", "en": "house"}\n{"de": "Hof \\ud83d", "en": "yard"}\n', encoding="utf-8")
+    with user_error("a.jsonl, line 2: the text in the column 'de' has half of a character"):
+        list(read_pairs(Corpus(tsv=[str(lines)], columns=["de", "en"])))
     for name in ("a.src", "b.src", "a.trg"):
         (tmp_path / name).write_text("x\n", encoding="utf-8")
     with user_error(r"\*.src are 2 files, but .*\*.trg are 1; each must have its translation"):

@@ -129,6 +129,11 @@ def test_another_text_model_or_search_is_refused(
     damaged.write_bytes(damaged.read_bytes() + b"x")
     refused(f"{re.escape(str(damaged))} is damaged; delete it, and give the same command again")
     damaged.unlink()
+    facts = parts_folder(out) / "journal.json"
+    begun = facts.read_bytes()
+    facts.write_bytes(b"")  # as after a power failure
+    refused("journal.json cannot be read .*; delete the folder to have all translated anew")
+    facts.write_bytes(begun)
     smaller = SETTINGS.model_copy(update={"batch_tokens": 100})
     translate(checkpoint, source, out, smaller)  # how many are computed at once may change
     translate(checkpoint, source, tmp_path / "whole")

@@ -65,3 +65,13 @@ def test_another_optimizers_moments_are_rejected(
     output = capsys.readouterr().err
     assert "a run begun with other settings:\n  optimizer.momentum: 0.0 -> 0.9\n  optimizer.name: adam -> sgd" in output
     assert train(prepared, run, "optimizer.name=radam", "train.updates=6", "train.valid_bleu=false") == 0
+
+
+def test_squares_that_muon_does_not_keep(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adam would divide the gradients of matrices by almost nothing: with beta2 0.999 its steps were 30 times as long.
+    """
+    run, muon = tmp_path / "run", ("optimizer.name=muon", "optimizer.momentum=0.95", "train.valid_bleu=false")
+    assert train(prepared, run, "train.updates=2", "train.valid_bleu=false") == 0
+    assert train(prepared, run, "train.updates=4", *muon) == 0, "all that Muon needs is there"
+    assert train(prepared, run, "train.updates=6", "train.valid_bleu=false") == 2
+    assert "optimizer.momentum: 0.95 -> 0.0\n  optimizer.name: muon -> adam" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from refusals import user_error
+from refusals import Refused, user_error
 from warm import Warm, kill, waiting
 
 import deepnmt
@@ -50,6 +50,18 @@ def test_ds_accelerator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with processes(1) as ranks:
         assert ranks.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("rank", "world"), [("1", None), ("2", "2"), ("first", None)])
+def test_a_rank_that_no_launcher_has_set(rank: str, world: str | None, prepared: Path,
+                                         monkeypatch: pytest.MonkeyPatch, refused: Refused, tmp_path: Path) -> None:
+    """Rank 1 of one process trained without a word, and failed at its first checkpoint."""
+    monkeypatch.setenv("RANK", rank)
+    if world:
+        monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # as if there were other machines, which want to know
+    said = refused("train", str(prepared / "recipe.yaml"), f"run={tmp_path / 'run'}")
+    assert f"RANK is {rank}, but WORLD_SIZE is {world or 'missing'}" in said and not (tmp_path / "run").exists()
 
 
 def rank_that_waits(voice: int) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
+from deepnmt.parallel.engine import LocalEngine, StepStats
 from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
@@ -91,3 +93,26 @@ def test_epochs_end_the_run_and_the_eta(run: Run, prepared: Path, monkeypatch: p
     assert [to_go for to_go, _ in reported] == list(reversed(range(updates)))
     seconds = [at_most for _, at_most in reported]
     assert seconds == sorted(seconds, reverse=True) and 900 < seconds[-1] < seconds[0] < 1000
+
+
+def test_a_number_is_better_than_none(run: Run) -> None:
+    """A validation whose loss is NaN was the best for ever, so that patience ended the run."""
+    folder = run([(math.nan, 0.0), (5.0, 1.0), (4.0, 2.0), (math.nan, 0.0)], "train.patience=2", "train.updates=4")
+    assert ended(folder) == 4 and kept(folder) == [3, 4]
+    assert load_state(folder / "checkpoints" / "update-00000004").best == {"value": 4.0, "update": 3, "waited": 1}
+
+
+def test_no_checkpoint_of_initial_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first update may be dropped; an average of the last checkpoints must not have the weights before it."""
+    step, calls = LocalEngine.train_step, 0
+
+    def drop_first(engine: LocalEngine, *arguments: Any) -> StepStats:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return StepStats(math.nan, math.nan, math.inf, 1.0, False, flags=arguments[-1]())
+        return step(engine, *arguments)
+
+    monkeypatch.setattr(LocalEngine, "train_step", drop_first)
+    folder = run([(5.0, 1.0), (4.0, 2.0)], "train.updates=2", "train.save_every=1", "train.keep_last=9")
+    assert ended(folder) == 2 and kept(folder) == [1, 2]

@@ -24,7 +24,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import FolderWriteError
 from deepnmt.processes.process_group import processes
-from deepnmt.training.trainer import FINISHED, PREEMPTED, train
+from deepnmt.training.trainer import FINISHED, PREEMPTED, SIGNALS, train
 
 UPDATES = 7
 
@@ -32,10 +32,9 @@ UPDATES = 7
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """Restores the signal handlers, which a run replaces."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
+    before = [signal.getsignal(number) for number in SIGNALS]
     yield
-    for number, handler in zip(numbers, before):
+    for number, handler in zip(SIGNALS, before):
         signal.signal(number, handler)
 
 

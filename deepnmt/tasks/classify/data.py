@@ -20,7 +20,7 @@ from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import find_checkpoint
 from deepnmt.data.arrays import Indices, Lengths
 from deepnmt.data.examples import Examples, ExampleStream
-from deepnmt.data.tables import JSON, kind_of
+from deepnmt.data.tables import JSON, is_whole, kind_of
 from deepnmt.data.text import files_of, read_lines
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError, nearest
@@ -187,6 +187,9 @@ def _cells(file: Path, columns: Sequence[Column]) -> Iterator[tuple[str, list[st
             if column not in there:
                 raise UserError(f"{where}: there is no column {column!r} with a text or a number, only "
                                 f"{', '.join(map(str, there)) or 'none'}; correct the line, or data.columns")
+            if not is_whole(there[column]):
+                raise UserError(f"{where}: the column {column!r} has half of a character (a lone surrogate); correct "
+                                "the line, or leave it out")
         yield where, [there[column] for column in columns]
 
 

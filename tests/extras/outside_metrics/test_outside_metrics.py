@@ -178,6 +178,8 @@ def test_a_validation_is_the_best_by_a_metric(
     assert [record.get("mine") for record in records if record["type"] == "valid"] == [0.1, 0.9, None, 0.5]
     assert load_state(Path("run/checkpoints/update-00000004")).best == {"value": -0.9, "update": 2, "waited": 2}
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["update-00000002", "update-00000004"]
+    turned = "metrics.mine={in_validation: true, lower_is_better: true, command: 'true {hyp}'}"
+    assert "  metrics.mine.lower_is_better: False -> True\n" in refused("train", *recipe[:-1], turned)
 
 
 def test_a_program_chooses_among_candidates(place: Path, refused: Refused) -> None:

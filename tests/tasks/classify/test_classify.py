@@ -271,6 +271,7 @@ def test_faulty_examples(line: str, columns: dict[str, str], expected: str, fold
     ("null", "line 1: there is no column 'one' with a text or a number, only two, is"),
     ('["a"]', "line 1: there is no column 'one' with a text or a number, only two, is"),
     ("5", "line 1: the label is 'none'"),
+    ('"\\ud83d"', "line 1: the column 'one' has half of a character"),
 ])
 def test_json_lines_have_texts_and_numbers(value: str, expected: str, folder: Path, tmp_path: Path,
                                            refused: Refused) -> None:
