@@ -35,13 +35,18 @@ class PackedLinear(nn.Module):
         return _product(x, self.weight, self.bias, self.then, [], "")
 
 
+def can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN has a product for these numbers: on a CPU with AVX2, and for bf16 with more than that."""
+    if _pack is None or weight.device.type != "cpu" or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return False
+    return weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def pack(model: Transformer) -> Transformer:
     """Packs the linear maps of a model in place and returns it, which can then be used under `torch.inference_mode`
-    alone; on a GPU, and on CPUs for which oneDNN has no product of these numbers, leaves it as it is."""
+    alone; leaves it as it is where that cannot be done (`can_pack`)."""
     weight = model.output_weight
-    if _pack is None or weight.device.type != "cpu" or not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        return model
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # needs more than AVX2
+    if not can_pack(weight):
         return model
     for module in model.modules():
         for name, child in module.named_children():

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from deepnmt import config
 from deepnmt.decode import packed
 from deepnmt.decode.models import cast_weights
-from deepnmt.decode.packed import PackedLinear, pack, packed_copy
+from deepnmt.decode.packed import PackedLinear, can_pack, pack, packed_copy
 from deepnmt.decode.translate import translate_lines
 
 pytestmark = pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"),
@@ -42,7 +42,7 @@ def test_products_of_any_number_of_rows(precision: str, tolerance: float) -> Non
     model = cast_weights(model_of("post_ln"), precision)
     ffn, x = model.decoder_layers[0].ffn, torch.randn(64, 3, model.shape[0]).to(model.output_weight.dtype)
     packed_ffn = pack(copy.deepcopy(model)).decoder_layers[0].ffn
-    assert isinstance(packed_ffn.activation, nn.Identity)  # ReLU is part of the product
+    assert isinstance(packed_ffn.activation, nn.Identity) == can_pack(model.output_weight)  # ReLU included
     with torch.inference_mode():
         for rows in (1, 2, 5, 31, 64):
             assert_close(packed_ffn(x[:rows]), ffn(x[:rows]), rtol=tolerance, atol=tolerance)
@@ -54,3 +54,10 @@ def test_a_model_stays_as_it_is_where_nothing_can_be_packed(monkeypatch: pytest.
     monkeypatch.undo()
     monkeypatch.setattr(packed, "_pack", None)
     assert not any(isinstance(module, PackedLinear) for module in pack(model).modules())
+
+
+def test_bf16_stays_as_it_is_on_a_cpu_without_avx_512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    model = cast_weights(model_of("post_ln"), "bf16")
+    assert not any(isinstance(module, PackedLinear) for module in pack(model).modules())
+    assert can_pack(torch.ones(2, 2))
