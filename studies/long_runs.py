@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from deepnmt.data.text import read_lines
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.files import drop_partial_line, make_parent_folder, markdown_table, read_numbered_log
@@ -124,8 +125,8 @@ def test_scores(run: Path, scores: Record) -> Iterator[tuple[str, dict[str, Any]
     lang = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]["trg_lang"]
     scorers = make_scorers(lang)
     for hypotheses in sorted((run / "scores").glob("*.hyp")):
-        lines = hypotheses.read_text(encoding="utf-8").splitlines()
-        references = hypotheses.with_suffix(".ref").read_text(encoding="utf-8").splitlines()
+        lines = list(read_lines(hypotheses))
+        references = list(read_lines(hypotheses.with_suffix(".ref")))
         yield hypotheses.stem, {
             "bleu": round(scorers["bleu"].corpus_score(lines, [references]).score, 2),
             "chrf": round(scorers["chrf"].corpus_score(lines, [references]).score, 2),
