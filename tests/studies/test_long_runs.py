@@ -35,6 +35,7 @@ arms:
     assert record["settings"] == ["train.updates=6", "model.encoder.layers=1", "translate.beam=1"]
     assert [point[0] for point in record["training"]] == list(range(1, 7)) and record["cpu_seconds"] > 0
     assert [validation["update"] for validation in record["validations"]] == [5, 6]
+    assert f"; {record['cpu_seconds'] / 3600:.2f} CPU hours" in done.stderr
     [score] = record["tests"].values()
     assert bleu(with_totals(unpack(score["counts"])).sum(axis=0)) == pytest.approx(score["bleu"], abs=0.01)
     assert main("long-runs", [*words, "--report", "--plot", str(tmp_path / "curves.png")]) == 0
@@ -42,6 +43,10 @@ arms:
     assert (tmp_path / "curves.png").stat().st_size
     assert main("long-runs", words) == 0
     assert len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    (tmp_path / "runs.jsonl").unlink()  # as if the study had been stopped before, whose seconds nobody has counted
+    assert study("long-runs", *words).returncode == 0
+    assert json.loads((tmp_path / "runs.jsonl").read_text(encoding="utf-8")) == {**record, "cpu_seconds": None}
+    assert main("long-runs", [*words, "--report"]) == 0 and "| unknown |" in capsys.readouterr().out
 
 
 def test_all_arms_with_the_first_seed_come_before_the_second() -> None:
