@@ -143,6 +143,13 @@ def test_rouge_without_its_package() -> None:
         make_scorers("en", ["rouge2"])
 
 
+def test_words_where_the_references_have_none() -> None:
+    """As of recordings without speech: they are errors, as SacreBLEU's TER has it."""
+    for lines, rate in ((["a b", ""], 100), (["", ""], 0)):
+        scores = score_lines(lines, [["", ""]], "en", metrics=["ter", "wer", "cer"])
+        assert scores.values == {"ter": rate, "wer": rate, "cer": rate}
+
+
 def test_error_rates_are_jiwers() -> None:
     lines, references = noisy_pairs(200)
     kept = [number for number, reference in enumerate(references) if reference]
