@@ -169,6 +169,11 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     assert page.count("<tr class=first>") == 18 and "<rote>" not in page
     scores = json.loads((run / "scores.json").read_text())
     assert f"{scores['chrf']:.2f}" in page and scores["chrf_signature"] in page
+    # a metric of the recipe's stands beside the others, or alone
+    scores["sets"]["mine"] = {"comet": 0.81234, "comet_signature": "command:comet", "sentences": 18}
+    (run / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
+    page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
+    assert "<th>comet</th>" in page and ">0.8123<" in page and "comet|command:comet" in page
 
 
 def test_a_report_of_two_runs(
