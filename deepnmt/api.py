@@ -207,7 +207,8 @@ class Run:
             raise UserError(f"there are {len(targets)} translations of {len(sources)} sentences; give one of each")
         _require_number(top, "top", 0)
         recipe = self._searching(None, settings)
-        model = self.model if recipe.translate.precision == "fp32" else self._half
+        half = recipe.translate.backend == "torch" and recipe.translate.precision == "bf16"
+        model = self._packed("bf16") if half else self.model
         pairs = [(source, [Given(target)]) for source, target in zip(sources, targets, strict=True)]
         with _threads(recipe):
             scored = score_lines([model], self.vocabs, pairs, recipe.translate, pieces=True, top=top)
@@ -247,32 +248,30 @@ class Run:
         """The model in the number format of a search, and the search of another program where that is asked for."""
         search = recipe.translate
         if search.backend == "torch":
-            model = self._packed() if search.precision == "fp32" else self._half
-            return model, None
+            return self._packed(search.precision), None
         key = (search.backend, search.precision)
         if key not in self._searchers:
             self._searchers[key] = load_searcher(load_model(self.checkpoint), search, self.device)
         return self.model, self._searchers[key]
 
-    def _packed(self) -> Transformer:
-        """A copy of the model for searches, made anew when a weight has changed."""
+    def _packed(self, precision: str) -> Transformer:
+        """A copy of the model for searches in fp32 or bf16, made anew when a weight has changed."""
         versions = [(parameter.data_ptr(), parameter._version) for parameter in self.model.parameters()]
-        if self._copies.get("versions") != versions:
-            self._copies.update(versions=versions, model=packed_copy(self.model))
-        return cast(Transformer, self._copies["model"])
+        if precision not in self._copies or self._copies[precision][0] != versions:
+            if precision == "fp32":
+                model = packed_copy(self.model)
+            else:
+                model = pack(cast_weights(copy.deepcopy(self.model), precision))
+            self._copies[precision] = versions, model
+        return self._copies[precision][1]
 
     @cached_property
-    def _copies(self) -> dict[str, Any]:
+    def _copies(self) -> dict[str, tuple[list[tuple[int, int]], Transformer]]:
         return {}
 
     @cached_property
     def _searchers(self) -> dict[tuple[str, str], Searcher]:
         return {}
-
-    @cached_property
-    def _half(self) -> Transformer:
-        """The same model in bf16."""
-        return pack(cast_weights(copy.deepcopy(self.model), "bf16"))
 
     def __repr__(self) -> str:
         model = self.recipe.model

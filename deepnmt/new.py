@@ -17,6 +17,7 @@ from typing import Literal
 from deepnmt import folders
 from deepnmt.config import Corpus, Vocab, load_recipe
 from deepnmt.config.choices import BLOCKS
+from deepnmt.config.load import yaml_line
 from deepnmt.data.split import split_corpus
 from deepnmt.data.subword_variants import SAMPLERS
 from deepnmt.data.text import Pair, read_pairs
@@ -313,8 +314,10 @@ def _recipe(
     def text(part: str, indent: str, why: str) -> list[str]:
         corpus = texts[part]
         if corpus.tsv:
-            return [f"{indent}tsv: {corpus.tsv[0]} # {why}", f"{indent}columns: {corpus.columns} # source and target"]
-        return [f"{indent}src: {corpus.src[0]} # {why}", f"{indent}trg: {corpus.trg[0]} # their translations"]
+            return [f"{indent}tsv: {yaml_line(corpus.tsv[0])} # {why}",
+                    f"{indent}columns: {corpus.columns} # source and target"]
+        return [f"{indent}src: {yaml_line(corpus.src[0])} # {why}",
+                f"{indent}trg: {yaml_line(corpus.trg[0])} # their translations"]
 
     held_out_why, test_why = f"held out: {held_out}", "shares no sentence with the others"
     if held_out == "given":
@@ -355,8 +358,8 @@ def _recipe(
         "",
         "data:",
         f"  folder: data/{name}/prepared # what `deepnmt prepare` writes",
-        f"  src_lang: {langs[0]} # source language",
-        f"  trg_lang: {langs[1]} # target language; decides how SacreBLEU tokenises, too",
+        f"  src_lang: {yaml_line(langs[0])} # source language",
+        f"  trg_lang: {yaml_line(langs[1])} # target language; decides how SacreBLEU tokenises, too",
         "  train:",
         *text("train", "    ", f"{pairs:,} pairs"),
         "  valid:",
@@ -421,7 +424,7 @@ def _recipe(
 
 def _aligned(line: str) -> str:
     """With its comment at column 35, if it has one."""
-    setting, mark, why = line.partition(" # ")
+    setting, mark, why = line.rpartition(" # ")  # a file's name may have one, too
     if not (setting and mark) or line.startswith("#"):
         return line
     return f"{setting:<33} # {why}"

@@ -83,6 +83,8 @@ def run_steps(
     if "folder" in type(recipe.data).model_fields:  # some tasks have nothing to prepare
         commands.insert(0, ["prepare", file, *overrides])
     if getattr(recipe.data, "test", None):
+        if before:
+            commands += before(recipe)
         commands.append(["evaluate", recipe.run, *_metrics(recipe)])
     for words in commands:
         code = start(words)
@@ -154,7 +156,7 @@ def starter(launcher: str | None) -> Start:
 
     def start(words: list[str]) -> int:
         program, command = "deepnmt", [sys.executable, str(_MAIN)]
-        if launcher is not None and words[0] not in ("prepare", "average"):
+        if launcher is not None and words[0] not in ("prepare", "average", "export"):
             program, command = launcher, shlex.split(launcher)
         print_status(f"$ {program} {shlex.join(words)}")
         with subprocess.Popen([*command, *words]) as process:

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from deepnmt.data.text import read_lines
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.files import drop_partial_line, make_parent_folder, markdown_table, read_numbered_log
@@ -92,14 +93,16 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
         with records.open("a", encoding="utf-8") as file:
             file.write(json_lines([record]))
         scores = ", ".join(f"{name} {score['bleu']:.1f}" for name, score in record["tests"].items())
-        print_status(f"{arm}, seed {seed}: BLEU {scores}; {record['cpu_seconds'] / 3600:.2f} CPU hours")
+        print_status(f"{arm}, seed {seed}: BLEU {scores}; {hours([record])} CPU hours")
     return f"{len(missing)} of {len(list(plan.runs()))} runs are missing" + (
         "; the same command takes them" if missing else "")
 
 
 def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -> Record:
-    """Trains, averages and scores one run; returns its record."""
+    """Trains, averages and scores one run; returns its record. Of a run that was stopped in between, the CPU seconds
+    are not known: None."""
     overrides = [*plan.arms[arm], *settings, f"seed={seed}", f"run={run}"]
+    resumed = run.exists()
     cpu = 0.0
     for command in ("train", "average", "evaluate"):
         words = [str(run)] if command != "train" else [str(plan.recipe), *overrides]
@@ -109,7 +112,7 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
     last = [record for record in log if record["type"] == "train"][-1]
     return {
         "arm": arm, "seed": seed, "settings": [*plan.arms[arm], *settings], "commit": commit(),
-        "machine": machine(), "cpu_seconds": round(cpu, 1),
+        "machine": machine(), "cpu_seconds": None if resumed else round(cpu, 1),
         "updates": last["update"], "target_tokens": last["target_tokens"],
         "training_seconds": round(last["training_seconds"], 1),
         "training": [[record["update"], round(record["loss"], 4)] for record in log if record["type"] == "train"],
@@ -124,8 +127,8 @@ def test_scores(run: Path, scores: Record) -> Iterator[tuple[str, dict[str, Any]
     lang = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]["trg_lang"]
     scorers = make_scorers(lang)
     for hypotheses in sorted((run / "scores").glob("*.hyp")):
-        lines = hypotheses.read_text(encoding="utf-8").splitlines()
-        references = hypotheses.with_suffix(".ref").read_text(encoding="utf-8").splitlines()
+        lines = list(read_lines(hypotheses))
+        references = list(read_lines(hypotheses.with_suffix(".ref")))
         yield hypotheses.stem, {
             "bleu": round(scorers["bleu"].corpus_score(lines, [references]).score, 2),
             "chrf": round(scorers["chrf"].corpus_score(lines, [references]).score, 2),
@@ -185,7 +188,7 @@ def report(file: Path, picture: Path | None) -> str:
             row.append(", ".join(mean_and_deviation([run["tests"][test][metric] for run in runs])
                                  for metric in ("bleu", "chrf")))
         row.append(mean_and_deviation([run["validations"][-1]["perplexity"] for run in runs], digits=2))
-        row.append(mean_and_deviation([run["cpu_seconds"] / 3600 for run in runs], digits=2))
+        row.append(hours(runs))
         row.append(", ".join(sorted({run["commit"] for run in runs})))
         for test in tests:
             row.append("" if runs is first else compare(runs, first, test))
@@ -201,6 +204,12 @@ def mean_and_deviation(values: list[float], digits: int = 1) -> str:
     """As `38.5 ± 0.2`; of one value there is no deviation."""
     mean = f"{fmean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ± {stdev(values):.{digits}f}"
+
+
+def hours(runs: list[Record]) -> str:
+    """The CPU hours of runs, if all are known."""
+    seconds = [run["cpu_seconds"] for run in runs]
+    return "unknown" if None in seconds else mean_and_deviation([each / 3600 for each in seconds], digits=2)
 
 
 def compare(runs: list[Record], others: list[Record], test: str) -> str:

@@ -121,6 +121,12 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
 
 
+def yaml_line(value: Any) -> str:
+    """A value as YAML in one line, with quotes where YAML would read it otherwise, as `no` or a name with #."""
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).removesuffix(
+        "\n").removesuffix("\n...")
+
+
 def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
     """A copy of a recipe, or of a section, with settings changed by their dotted keys; it is checked again."""
     tree = section.model_dump()

@@ -32,7 +32,7 @@ from deepnmt.evaluate.metrics import (
     score_systems,
     steps_of_scoring,
 )
-from deepnmt.files import as_json, atomic_write, write_json, write_text
+from deepnmt.files import as_json, atomic_write, make_parent_folder, write_json, write_text
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 
@@ -101,6 +101,9 @@ def evaluate_run(
             raise UserError(f"scores cannot be written to {file}, which is a folder; give the name of a file in it")
     else:
         file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
+    a_file = file.is_file() or not file.exists()  # no device
+    if ranks.first and a_file and (output is not None or file.parent.exists()):
+        make_parent_folder(file)
     facts: dict[str, Any] = {}
     if hypotheses:
         systems = read_systems(hypotheses, sets)

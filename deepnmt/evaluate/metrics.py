@@ -284,20 +284,21 @@ def compare(
     The systems must have as many lines as the test set (see `score_lines`).
     """
     scorers = make_scorers(lang, metrics, outside, test.sources)
-    named = {line_of(metric): scorer for metric, scorer in scorers.items()}
-    signatures, scored = PairedTest(list(systems.items()), named, test.references, test_type="bs")()
-    results: dict[str, list[Any]] = dict(scored)
+    named = list(systems.items())
     baseline, *others = systems
     comparisons = []
     for metric, scorer in scorers.items():
-        name = line_of(metric)
+        # one at a time: it calls them by their scores, and BLEU of other pieces is BLEU
+        signatures, scored = PairedTest(named, {metric: scorer}, test.references, test_type="bs")()
+        [(name, signature)] = signatures.items()
+        results: list[Any] = scored[name]
         first = sentence_statistics(scorer, systems[baseline], test.references)
-        for system, bootstrap in zip(others, results[name][1:], strict=True):
+        for system, bootstrap in zip(others, results[1:], strict=True):
             statistics = sentence_statistics(scorer, systems[system], test.references)
             result = difference(statistics, first, score_of(scorer))
             comparisons.append(Comparison(test.name, metric, system, baseline, result.value, result.p,
                                           float(bootstrap.p_value), float(bootstrap.mean), float(bootstrap.ci),
-                                          str(signatures[name])))
+                                          str(signature)))
     return comparisons
 
 

@@ -42,7 +42,7 @@ class RatioMetric(Metric):
 
     def _compute_score_from_stats(self, stats: list[float]) -> Score:
         above, below = stats
-        score = 100.0 * above / below if below else 0.0
+        score = 100.0 * above / (below or above or 1.0)  # words where none should be: 100, as SacreBLEU's TER
         return Score(METRICS[self.kind].line, score)
 
     def _preprocess_segment(self, sent: str) -> str:

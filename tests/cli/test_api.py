@@ -192,6 +192,22 @@ def test_scores_equal_the_command(run: deepnmt.Run, threads: None) -> None:
     assert report.as_json().items() <= written.items() and "BLEU" in report.table()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_changed_weight_is_seen(run: deepnmt.Run, threads: None, precision: str) -> None:
+    mine = deepnmt.load(run.folder)
+    before = mine.translate_nbest(TEXT, precision=precision), mine.score(TEXT[:1], TEXT[:1], precision=precision)
+    with torch.no_grad():
+        mine.model.output_weight.mul_(0.5)
+    after = mine.translate_nbest(TEXT, precision=precision), mine.score(TEXT[:1], TEXT[:1], precision=precision)
+    assert before[0] != after[0] and before[1] != after[1]
+
+
+def test_another_programs_search_scores_as_the_command(run: deepnmt.Run, threads: None) -> None:
+    """`deepnmt score` computes in fp32 there."""
+    other = {"backend": "ctranslate2", "finish": "best", "patience": 1.0, "precision": "int8"}
+    assert run.score(TEXT[:1], TEXT[:1], **other) == run.score(TEXT[:1], TEXT[:1])
+
+
 def test_checkpoints_by_name(run: deepnmt.Run, prepared: Path) -> None:
     assert deepnmt.load(run.folder, "best").checkpoint.name == "update-00000006"
     older = deepnmt.load(run.folder, run.folder / "checkpoints" / "update-00000003", device="cpu")

@@ -319,7 +319,7 @@ def test_scoring(prepared: Path, trained: Path, refused: Refused, tmp_path: Path
     found = refused("evaluate", trained, "--hypotheses", f"a={whole}", "--checkpoint", trained, *scores)
     assert f"so the checkpoint {trained} would have no effect" in found
     found = refused("evaluate", trained, "--hypotheses", f"a={whole}", "--output", short / "x.json")
-    assert f"scores cannot be written to {short}/x.json" in found
+    assert f"file {short}/x.json cannot be written" in found
     assert [file.name for file in tmp_path.iterdir()] == ["short"] and not (trained / "scores.json").exists()
 
 

@@ -125,6 +125,20 @@ def test_names_that_yaml_reads_otherwise(name: str, text: list[tuple[str, str]],
     assert load_recipe(Path("my été-2.1.yaml"), []).run == "runs/my été-2.1"
 
 
+def test_norwegian_and_files_that_yaml_reads_otherwise(text: list[tuple[str, str]]) -> None:
+    """YAML takes `no` for false, and of "a # 1.no" the first letter."""
+    Path("a.en").rename("b: x.en")
+    Path("a.de").rename("a # 1.no")
+    words = ["--src", "a # 1.no", "--trg", "b: x.en", "--machine", "cpu"]
+    assert main("new", ["one.yaml", *words]) == 0
+    own = [*words[1:4:2]]
+    assert main("new", ["two.yaml", *words, "--valid", *own, "--test", *own]) == 0
+    for name in ("one", "two"):
+        recipe = load_recipe(Path(f"{name}.yaml"), [])
+        assert (recipe.data.src_lang, recipe.data.trg_lang) == ("no", "en")
+    assert [*recipe.data.train.src, *recipe.data.train.trg] == own == [*recipe.data.valid.src, *recipe.data.valid.trg]
+
+
 @pytest.mark.parametrize(("hardware", "number"), [(name, n) for name, rows in TABLE.items() for n in range(len(rows))])
 def test_every_row_makes_a_recipe_that_is_accepted(
     hardware: Hardware, number: int, text: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch,

@@ -119,6 +119,21 @@ def test_a_teacher_translates_with_another_program(prepared: Path, place: Path) 
     assert len(lines) == 300 and not any(lines[1::2])
 
 
+def test_scores_by_another_programs_search(prepared: Path, place: Path) -> None:
+    """The run is exported before it is scored."""
+    pytest.importorskip("ctranslate2")
+    file = write(prepared, "own", ("en", "de"), {"src": "real.en", "trg": "real.de"})
+    tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    tree["data"]["test"] = {"held_out": tree["data"]["valid"]}
+    tree["translate"] |= {"backend": "ctranslate2", "finish": "best", "patience": 1.0}
+    Path(file).write_text(yaml.safe_dump(tree), encoding="utf-8")
+    steps = Steps()
+    assert steps.run(file) == 0
+    assert steps.taken == [*steps_of("own"), "export runs/own", "evaluate runs/own"]
+    again = Steps()
+    assert again.run(file) == 0 and again.taken == [*steps_of("own"), "evaluate runs/own"]
+
+
 def test_back_translation(prepared: Path, place: Path) -> None:
     write(prepared, "back", ("de", "en"), {"src": "real.de", "trg": "real.en"})
     mono = (prepared / "text" / "train.de").read_text(encoding="utf-8").splitlines(keepends=True)[150:200]
@@ -180,6 +195,8 @@ def test_a_step_is_a_process_that_gets_signals(tmp_path: Path, monkeypatch: pyte
         said = process.communicate()[1]
     assert process.returncode == 75 and "train my.yaml" in said
     assert starter(None)(["prepare", str(tmp_path / "none.yaml")]) == 2
+    for command in ("prepare", "average", "export"):  # several processes would write one folder
+        assert starter("no-such-launcher")([command, str(tmp_path / "none.yaml")]) == 2
 
 
 def test_processes_that_prepare_do_not_run_the_program_again(monkeypatch: pytest.MonkeyPatch) -> None:

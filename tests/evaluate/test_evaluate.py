@@ -143,6 +143,13 @@ def test_rouge_without_its_package() -> None:
         make_scorers("en", ["rouge2"])
 
 
+def test_words_where_the_references_have_none() -> None:
+    """As of recordings without speech: they are errors, as SacreBLEU's TER has it."""
+    for lines, rate in ((["a b", ""], 100), (["", ""], 0)):
+        scores = score_lines(lines, [["", ""]], "en", metrics=["ter", "wer", "cer"])
+        assert scores.values == {"ter": rate, "wer": rate, "cer": rate}
+
+
 def test_error_rates_are_jiwers() -> None:
     lines, references = noisy_pairs(200)
     kept = [number for number, reference in enumerate(references) if reference]
@@ -467,8 +474,8 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         evaluate_run(recipe, hypotheses=[f"s={good},{good}"])
     with user_error("s on first has 1 lines, but the reference has 3"):
         evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
-    with user_error(r"scores cannot be written to .*good\.de/x"):
-        evaluate_run(recipe, ["first"], hypotheses=[f"s={good}"], output=f"{good}/x")
+    with user_error(r"good\.de/x cannot be written: .*; set --output to a file that can be"):  # nor is here
+        evaluate_run(recipe, ["first"], output=f"{good}/x")
     with user_error(r"scores cannot be written to .*, which is a folder"):  # before a model is looked for
         evaluate_run(recipe, ["first"], output=tmp_path)
     with user_error(r"so the checkpoint c would have no effect; give one of the two"):

@@ -10,6 +10,7 @@ import pytest
 from refusals import Refused, Tool
 
 from deepnmt.errors import UserError
+from studies import long_runs
 from studies.__main__ import main
 from studies.long_runs import Plan, read_plan, report
 from studies.scores import bleu, pack, unpack, with_totals
@@ -34,6 +35,7 @@ arms:
     assert record["settings"] == ["train.updates=6", "model.encoder.layers=1", "translate.beam=1"]
     assert [point[0] for point in record["training"]] == list(range(1, 7)) and record["cpu_seconds"] > 0
     assert [validation["update"] for validation in record["validations"]] == [5, 6]
+    assert f"; {record['cpu_seconds'] / 3600:.2f} CPU hours" in done.stderr
     [score] = record["tests"].values()
     assert bleu(with_totals(unpack(score["counts"])).sum(axis=0)) == pytest.approx(score["bleu"], abs=0.01)
     assert main("long-runs", [*words, "--report", "--plot", str(tmp_path / "curves.png")]) == 0
@@ -41,6 +43,10 @@ arms:
     assert (tmp_path / "curves.png").stat().st_size
     assert main("long-runs", words) == 0
     assert len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    (tmp_path / "runs.jsonl").unlink()  # as if the study had been stopped before, whose seconds nobody has counted
+    assert study("long-runs", *words).returncode == 0
+    assert json.loads((tmp_path / "runs.jsonl").read_text(encoding="utf-8")) == {**record, "cpu_seconds": None}
+    assert main("long-runs", [*words, "--report"]) == 0 and "| unknown |" in capsys.readouterr().out
 
 
 def test_all_arms_with_the_first_seed_come_before_the_second() -> None:
@@ -65,6 +71,17 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
     assert wide.split(" | ")[-1].startswith(f"{gain:+.2f}, ") and float(wide.split(", ")[-1].strip("| ")) < 0.01
     with pytest.raises(UserError, match="train some first"):
         report(tmp_path / "none.jsonl", None)
+
+
+def test_only_a_newline_ends_a_line_of_a_test_set(tmp_path: Path) -> None:
+    """A text may hold U+2028, which a translation of it need not have."""
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "recipe.yaml").write_text("data: {trg_lang: de}\n", encoding="utf-8")
+    words = "ein Haus steht am alten Weg"
+    for name, first in (("test.ref", words.replace(" ", "\u2028", 1)), ("test.hyp", words)):
+        (tmp_path / "scores" / name).write_text(f"{first}\nder Hund schläft im Garten\n", encoding="utf-8")
+    [(name, scores)] = long_runs.test_scores(tmp_path, {})
+    assert name == "test" and len(unpack(scores["counts"])) == 2 and scores["bleu"] > 50
 
 
 def test_a_file_that_is_no_plan(refused: Refused, tmp_path: Path) -> None:

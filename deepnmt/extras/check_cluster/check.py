@@ -42,7 +42,8 @@ def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[st
     own = facts(ranks.device)
     own["gpus"] = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
     own["clock"] = _clock(ranks)
-    own |= _folders(Path(recipe.run), Path(recipe.data.folder), ranks)
+    prepared = "folder" in type(recipe.data).model_fields  # some tasks have nothing to prepare
+    own |= _folders(Path(recipe.run), Path(recipe.data.folder) if prepared else None, ranks)
     own["seconds"] = _all_reduce_seconds(ranks, megabytes * 2**20)
     links = decide_on_rank0(ranks.store, ranks.rank, ranks.world, "links", {"machine": own["machine"]},
                             lambda reports: {"machines": [report["machine"] for report in reports]})
@@ -65,8 +66,8 @@ def _clock(ranks: Ranks) -> float:
     return statistics.median(offsets)
 
 
-def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
-    """What this process sees of the run folder and of the prepared data."""
+def _folders(run: Path, data: Path | None, ranks: Ranks) -> Facts:
+    """What this process sees of the run folder and of the prepared data, if there are any."""
     name = ranks.broadcast_bytes(f".tmp-check-{secrets.token_hex(4)}".encode()).decode()
     mine = run / f"{name}-{ranks.rank}"
     fault = ""
@@ -89,10 +90,12 @@ def _folders(run: Path, data: Path, ranks: Ranks) -> Facts:
         for file in (mine, run / name):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
-    try:
-        fingerprint = sha256(data / "manifest.json")[:8]
-    except OSError as error:
-        fingerprint = f"missing ({error.strerror})"
+    fingerprint = ""
+    if data is not None:
+        try:
+            fingerprint = sha256(data / "manifest.json")[:8]
+        except OSError as error:
+            fingerprint = f"missing ({error.strerror})"
     return {"run": fault or "shared", "data": fingerprint, "not_seen": missing}
 
 

@@ -30,7 +30,7 @@ from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.extras.export.exported import FACTS, KIND, weights_of
+from deepnmt.extras.export.exported import FACTS, KIND, require_finite, weights_of
 from deepnmt.files import write_text
 from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
@@ -84,7 +84,7 @@ def export_bert(recipe: Recipe, checkpoint: str | Path | None = None, output: st
             (temporary / "src.spm").write_bytes(vocab.bytes)
             (temporary / "recipe.yaml").write_text(dump_recipe(trained), encoding="utf-8")
         difference, largest = _compare(model, temporary, vocab.size)
-        if difference > LARGEST_DIFFERENCE:
+        if not difference <= LARGEST_DIFFERENCE:  # also where it is not a number
             raise UserError(f"the logits of the model for transformers differ by {difference:.1e} from those of "
                             f"{source}; nothing was kept. Report it")
         facts = {"format": "bert", "checkpoint": str(source), "weights": weights_of(source),
@@ -252,6 +252,7 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
     difference = first_difference(shapes, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
+    require_finite(weights, folder)
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
     files = {"src.spm": vocab, "trg.spm": vocab}
     write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))

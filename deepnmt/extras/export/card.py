@@ -8,6 +8,7 @@ from typing import Any
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Recipe, dump_recipe
+from deepnmt.config.load import yaml_line
 from deepnmt.extras.export.proof import Proof
 from deepnmt.version import __version__
 
@@ -57,8 +58,8 @@ def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licen
     rows.append(f"| BLEU, {proof.lines} lines of the text it was compared on | {proof.bleu:.2f} | "
                 f"`{proof.signature}` |")
     return "\n".join([
-        "---", f"license: {licence}", "language:", *(f"- {name}" for name in languages), f"library_name: {library}",
-        "pipeline_tag: translation", "tags:", "- translation", "- deepnmt", "---", "",
+        "---", f"license: {yaml_line(licence)}", "language:", *(f"- {yaml_line(name)}" for name in languages),
+        f"library_name: {library}", "pipeline_tag: translation", "tags:", "- translation", "- deepnmt", "---", "",
         f"# {Path(recipe.run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
         f"A translation Transformer of width {model.width} with {stacks}, trained for {loaded.state.update:,} updates "
         f"with deepnmt {__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.errors import UserError
@@ -42,3 +45,10 @@ def weights_of(checkpoint: Path) -> dict[str, Any]:
     """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
     files = folders.read_manifest(checkpoint)["files"]
     return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
+
+
+def require_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Raises `UserError` where a weight that comes from elsewhere is NaN or infinite."""
+    bad = next((name for name, tensor in weights.items() if not bool(tensor.isfinite().all())), None)
+    if bad:
+        raise UserError(f"{folder} has weights that are no numbers, in {bad}; give a model that has not diverged")

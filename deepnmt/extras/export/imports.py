@@ -32,7 +32,7 @@ from deepnmt.checkpoint.checkpoint import Contents, TrainingState, first_differe
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.extras.export.exported import FACTS, KIND, read_exported
+from deepnmt.extras.export.exported import FACTS, KIND, read_exported, require_finite
 from deepnmt.files import write_text
 from deepnmt.folders import read_json
 from deepnmt.model.blocks import SIDES
@@ -139,6 +139,9 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
         if config.get("model_type") == "bert":
             from deepnmt.extras.export.bert import import_bert
 
+            if langs:
+                raise UserError(f"--langs {' '.join(langs)} has no effect with {folder}, a BERT model, which does not "
+                                "translate; remove it")
             return import_bert(folder, run, config)
         foreign = _marian(folder)
     elif list(folder.glob("*.pt")):
@@ -163,9 +166,7 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     difference = first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(weights))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
-    bad = next((name for name, tensor in weights.items() if not bool(tensor.isfinite().all())), None)
-    if bad:
-        raise UserError(f"{folder} has weights that are no numbers, in {bad}; give a model that has not diverged")
+    require_finite(weights, folder)
     model = Transformer(recipe.model, *sizes, recipe.seed)
     fill(model, weights.__getitem__)
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})

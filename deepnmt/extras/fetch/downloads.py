@@ -35,6 +35,7 @@ SECONDS = 30.0  # without an answer of a server
 LARGEST = 100 * 10**9  # bytes of a file that is downloaded or unpacked
 SPARE = 10**9  # bytes of the disk that stay free
 _BLOCK = 1 << 20
+_NO_HEAD = (403, 405, 501)  # what servers answer that know GET alone, or have signed an address for it
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)\b",
                    re.IGNORECASE | re.DOTALL)
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, LZMAError, EOFError, NotImplementedError, RuntimeError,
@@ -45,6 +46,8 @@ def size_of(url: str) -> int | None:
     """The bytes of a file on a server, None where it does not say. Raises `UserError`."""
     try:
         answer = requests.head(url, allow_redirects=True, timeout=SECONDS)
+        if answer.status_code in _NO_HEAD:
+            return None
         answer.raise_for_status()
         return _length(answer)
     except (requests.RequestException, EOFError) as error:

@@ -22,7 +22,7 @@ from deepnmt.config.choices import METRICS
 from deepnmt.data.text import count_pairs, read_lines, read_pairs
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import system_names, text_name, texts_folder
-from deepnmt.evaluate.metrics import EvaluationSet, compare, score_lines
+from deepnmt.evaluate.metrics import EvaluationSet, compare, digits_of, line_of, score_lines
 from deepnmt.files import atomic_write, read_log
 from deepnmt.pages import html_table, page, plotted
 from deepnmt.plots import GREY, panels, plot_learning_curve, save, style
@@ -183,13 +183,15 @@ def _source_use(records: Sequence[dict[str, Any]], label: str) -> list[str]:
 
 def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[str]) -> list[str]:
     parts = []
-    metrics = list(METRICS)
+    known = runs[0].scores["sets"][names[0]]
+    metrics = [*METRICS, *(name for name in known if name not in METRICS and f"{name}_signature" in known)]
     for run in runs:
         metrics = [metric for metric in metrics if metric in run.scores["sets"][names[0]]]
     for metric in metrics:
-        line = METRICS[metric].line
+        line = line_of(metric)
         head = line
-        if METRICS[metric].lower_is_better:
+        facts = METRICS[metric] if metric in METRICS else runs[0].recipe.metrics.get(metric)
+        if facts and facts.lower_is_better:
             head += " (lower is better)"
         rows = [[head, *names]]
         signatures = []  # different ones
@@ -197,14 +199,14 @@ def _scores(runs: Sequence[Evaluated], labels: Sequence[str], names: Sequence[st
             row = [label]
             for name in names:
                 scores = run.scores["sets"][name]
-                row.append(f"{scores[metric]:.2f}")
-                signature = f"<p><small>{line}|{escape(scores[f'{metric}_signature'])}</small></p>"
+                row.append(f"{scores[metric]:.{digits_of(metric)}f}")
+                signature = f"<p><small>{escape(line)}|{escape(scores[f'{metric}_signature'])}</small></p>"
                 if signature not in signatures:
                     signatures.append(signature)
             rows.append(row)
         parts += [html_table(rows), *signatures]
     if len(runs) > 1:
-        parts += _compared(runs, labels, names, metrics)
+        parts += _compared(runs, labels, names, [metric for metric in metrics if metric in METRICS])
     return parts
 
 

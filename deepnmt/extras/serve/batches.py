@@ -65,7 +65,11 @@ class Batches:
         request = _Request(texts, [[] for _ in texts], len(texts), asyncio.get_running_loop().create_future())
         self._waiting.extend((request, number) for number in range(len(texts)))
         self._arrived.set()
-        return await request.done
+        try:
+            return await request.done
+        finally:
+            if request.left:  # its client has gone, or it has failed: the rest keeps no place in the queue
+                self._waiting = deque(one for one in self._waiting if one[0] is not request)
 
     async def run(self) -> None:
         """Translates until it is cancelled."""

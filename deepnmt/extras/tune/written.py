@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
+from deepnmt.config.load import yaml_line
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, reporting
 from deepnmt.shipped import find_shipped
@@ -147,7 +148,7 @@ def _value(value: Any) -> str:
         return f"{{{items}}}"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    return yaml_line(value)
 
 
 def _umask() -> int:

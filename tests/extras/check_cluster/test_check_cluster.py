@@ -76,17 +76,25 @@ def test_each_process_takes_its_part_of_the_cores() -> None:
     assert shares(("a", [0, 1, 2, 3]), ("a", [2, 3])) == [3, 1]
 
 
-def check(recipe: str, run: str) -> int:
+def check(recipe: str, *settings: str) -> int:
     """Runs on each rank."""
-    return main("check-cluster", [recipe, f"run={run}", "--mb", "1"])
+    return main("check-cluster", [recipe, *settings, "--mb", "1"])
 
 
 def test_on_this_machine(prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    warm.start(2, "test_check_cluster:check", str(prepared / "recipe.yaml"), str(tmp_path / "run"))
+    warm.start(2, "test_check_cluster:check", str(prepared / "recipe.yaml"), f"run={tmp_path / 'run'}")
     assert warm.wait() == [0, 0], warm.said()
     said = warm.said()
     assert "shared" in said and "all-reduce of 1 MiB over 2 processes" in said and "the machines fit together" in said
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_task_that_prepares_nothing(tmp_path: Path, warm: Warm) -> None:
+    texts = [f"data.{part}={tmp_path / 'text.tsv'}" for part in ("train", "valid")]
+    warm.start(2, "test_check_cluster:check", "bert/mrpc_12l", f"run={tmp_path / 'run'}", *texts,
+               f"train.init_from={tmp_path / 'bert'}")
+    assert warm.wait() == [0, 0], warm.said()
+    assert "the machines fit together" in warm.said()
 
 
 def test_it_needs_several_processes(prepared: Path, refused: Refused) -> None:

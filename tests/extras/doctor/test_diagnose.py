@@ -410,6 +410,19 @@ def test_a_batch_of_one_sentence_is_rejected(prepared: Path) -> None:
                     f"batch.tokens={2 * longest}"}
 
 
+def test_a_validation_text_of_one_sentence_is_rejected(prepared: Path, tmp_path: Path, refused: Refused) -> None:
+    """Another sentence's source would be its own, and cost nothing: of any model, the target side only."""
+    words = [str(prepared / "recipe.yaml"), f"run={tmp_path / 'run'}", f"data.folder={tmp_path / 'data'}"]
+    for side, lang in (("src", "en"), ("trg", "de")):
+        file = tmp_path / f"one.{lang}"
+        with (prepared / "text" / f"valid.{lang}").open(encoding="utf-8") as lines:
+            file.write_text(next(lines), encoding="utf-8")
+        words.append(f"data.valid.{side}={file}")
+    assert main("prepare", words) == 0
+    assert f"the validation text in {tmp_path / 'data'} has only one sentence" in refused("diagnose", *words)
+    assert not (tmp_path / "run").exists()
+
+
 def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, run = prepared / "recipe.yaml", f"run={tmp_path}"
     plain = "model.encoder.block=b2t model.decoder.block=pre_ln"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from refusals import Refused
+from safetensors.torch import load_file, save_file
 
 from deepnmt.checkpoint.checkpoint import Contents, TrainingState, load_weights, read_task_files, write_checkpoint
 from deepnmt.cli import main
@@ -96,6 +97,23 @@ def test_other_models_are_refused(model: dict[str, Any], expected: str, tmp_path
     said = refused("export", tmp_path / "run", "--to", "bert")
     assert expected in said and "BertForMaskedLM of transformers does not compute" in said
     assert not (tmp_path / "run" / "bert").exists()
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    """An import has none, and a difference that is none is no proof."""
+    write_run(tmp_path / "run")
+    assert main("export", [str(tmp_path / "run"), "--to", "bert"]) == 0
+    folder = tmp_path / "run" / "bert"
+    (folder / "deepnmt.json").unlink()  # as if from elsewhere
+    assert "--langs de en has no effect" in refused("import", folder, tmp_path / "again", "--langs", "de", "en")
+    weights = load_file(folder / "model.safetensors")
+    weights["cls.predictions.bias"][7] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    assert "has weights that are no numbers, in head.bias" in refused("import", folder, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    monkeypatch.setattr(bert, "_compare", lambda *_: (float("nan"), 1.0))
+    assert "differ by nan" in refused("export", tmp_path / "run", "--to", "bert", "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_weight_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:

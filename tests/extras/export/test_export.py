@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_run
 import torch
+import yaml
 from refusals import Refused, user_error
 from test_folding import as_trained, shapes
 
@@ -24,9 +25,9 @@ from deepnmt.cli import main
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.extras.export import job, post_ln, targets
-from deepnmt.extras.export.card import SCRIPTS
+from deepnmt.extras.export.card import SCRIPTS, model_card
 from deepnmt.extras.export.plain import Plain, to_plain
-from deepnmt.extras.export.proof import Native
+from deepnmt.extras.export.proof import Native, Proof
 from studies.__main__ import main as main_of_studies
 
 LIBRARIES = {"ctranslate2": "ctranslate2", "huggingface": "transformers", "onnx": "onnxruntime"}
@@ -163,6 +164,15 @@ folder, lines = sys.argv[1], json.loads(sys.argv[2])
 assert not any(name.partition(".")[0] == "deepnmt" for name in sys.modules)
 print(json.dumps(translations))
 """
+
+
+def test_the_card_of_a_norwegian_model(tmp_path: Path) -> None:
+    """YAML takes `no` for false."""
+    loaded = loaded_of(config.Model(width=16, heads=2, ffn=32), tmp_path)
+    recipe = config.with_settings(loaded.recipe, {"data.trg_lang": "no"})
+    card = model_card("onnx", loaded, recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "mine: #1")
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert (head["language"], head["license"]) == ([loaded.recipe.data.src_lang, "no"], "mine: #1")
 
 
 @pytest.mark.parametrize("to", list(LIBRARIES))

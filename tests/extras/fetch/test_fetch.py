@@ -43,8 +43,10 @@ def sgm(texts: list[str]) -> str:
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder; of a file in `cut` it sends half, and a path in `raw` gets those bytes as the whole answer."""
+    """Serves a folder; of a file in `cut` it sends half, and a path in `raw` gets those bytes as the whole answer. With
+    `no_head` it refuses to tell sizes."""
 
+    no_head: ClassVar[int] = 0
     asked: ClassVar[list[str]] = []
     cut: ClassVar[set[str]] = set()
     raw: ClassVar[dict[str, bytes]] = {}
@@ -56,6 +58,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
                 self.wfile.write(self.raw[self.path])
             return
         super().do_GET()
+
+    def do_HEAD(self) -> None:
+        if self.no_head:
+            self.send_error(self.no_head)
+        else:
+            super().do_HEAD()
 
     def copyfile(self, source: io.BufferedIOBase, outputfile: io.BufferedIOBase) -> None:  # type: ignore[override]
         data = source.read()
@@ -158,6 +166,15 @@ def test_texts_come_in_order_after_their_sizes_and_licences(
         "bytes": len(TSV.encode()), "sha256": hashlib.sha256(TSV.encode()).hexdigest()}
     assert sorted(Handler.asked) == ["/corpus.tgz", "/more.tsv", "/test.tgz"]
     assert main("get", ["my.yaml"]) == 0 and len(Handler.asked) == 3, "nothing is fetched twice"
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_a_server_that_tells_no_sizes(
+    place: Path, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Handler, "no_head", status)
+    assert main("get", ["my.yaml"]) == 0 and len(lines(place / "text/train.en")) == 6
+    assert "unknown" in capsys.readouterr().err
 
 
 def test_a_record_from_elsewhere_holds(place: Path, files: tuple[Path, str], refused: Refused) -> None:

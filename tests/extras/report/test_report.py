@@ -74,7 +74,8 @@ def test_metrics_are_those_of_the_sacrebleu_command(
     lines = [line.replace("Hund", "Haus") for line in TARGETS]
     for name, text in (("hyp", lines), ("ref", TARGETS)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
-    scores = score_lines(lines, [TARGETS], "de", metrics=("chrf++", "flores101", "flores200"))
+    metrics = ("bleu", "chrf++", "flores101", "flores200")
+    scores = score_lines(lines, [TARGETS], "de", metrics=metrics)
     command = [sys.executable, "-m", "sacrebleu", tmp_path / "ref", "-i", tmp_path / "hyp", "-w", "6"]
     said = {}
     for tokens in ("flores101", "flores200"):
@@ -84,6 +85,10 @@ def test_metrics_are_those_of_the_sacrebleu_command(
     for metric, found in said.items():
         assert scores.signatures[metric] == found["signature"]
         assert scores.values[metric] == pytest.approx(found["score"], abs=1e-5)
+    test = EvaluationSet("mine", SOURCES, [TARGETS])
+    for compared in compare({"one": lines, "other": TARGETS}, test, "de", metrics):
+        assert compared.difference == pytest.approx(100 - scores.values[compared.metric])
+        assert {*scores.signatures[compared.metric].split("|")} < {*compared.signature.split("|")}
     assert "|tok:flores200|" in scores.signatures["flores200"] and "|nw:2|" in scores.signatures["chrf++"]
 
 
@@ -164,6 +169,11 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     assert page.count("<tr class=first>") == 18 and "<rote>" not in page
     scores = json.loads((run / "scores.json").read_text())
     assert f"{scores['chrf']:.2f}" in page and scores["chrf_signature"] in page
+    # a metric of the recipe's stands beside the others, or alone
+    scores["sets"]["mine"] = {"comet": 0.81234, "comet_signature": "command:comet", "sentences": 18}
+    (run / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
+    page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
+    assert "<th>comet</th>" in page and ">0.8123<" in page and "comet|command:comet" in page
 
 
 def test_a_report_of_two_runs(

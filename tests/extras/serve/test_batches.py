@@ -104,3 +104,22 @@ def test_a_full_queue_and_clients_that_go() -> None:
         assert texts(await batches.translate(["e"] * 9)) == ["E"] * 9, "an empty queue takes any request"
 
     assert all(("x", 1) not in batch for batch in run(scenario).batches)
+
+
+def test_who_has_gone_keeps_no_place_in_the_queue() -> None:
+    async def scenario(batches: Batches, model: Model) -> None:
+        model.may.clear()
+        first = asyncio.ensure_future(batches.translate(["a"]))
+        await begun(model, 1)
+        gone = asyncio.ensure_future(batches.translate(["b", "c", "d", "e"]))
+        await asyncio.sleep(0)
+        assert batches.waiting == 4
+        gone.cancel()
+        await asyncio.wait([gone])
+        assert batches.waiting == 0
+        last = asyncio.ensure_future(batches.translate(["f", "g"]))
+        model.may.set()
+        assert texts(await first) == ["A"] and texts(await last) == ["F", "G"]
+
+    model = run(scenario)
+    assert model.batches == [[("a", 1)], [("f", 1), ("g", 2)]]
