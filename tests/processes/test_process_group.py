@@ -280,6 +280,7 @@ def test_waiting_for_others_is_told_and_ends(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     with user_error(f"127.0.0.1:{port} .* where the processes meet, does not answer on {socket.gethostname()}: "):
         process_group.open_store(1, 3, wait)
