@@ -111,10 +111,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(device, "_DEVICES", tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", None)
-    products, cudnn = torch.backends.cuda.matmul, torch.backends.cuda.cudnn_sdp_enabled()
+    products = torch.backends.cuda.matmul
+    torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default
     before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
     yield tmp_path
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
 
 

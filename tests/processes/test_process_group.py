@@ -32,6 +32,7 @@ from deepnmt.processes.process_group import free_port, processes
 def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of nine processes where there is one GPU, and no other process."""
     monkeypatch.setattr(process_group, "_TELLING", timedelta(0))
+    monkeypatch.setattr("deepnmt.device._prepare", lambda: None)  # it sets what later tests in this process would find
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "9"), ("LOCAL_RANK", "8"), ("LOCAL_WORLD_SIZE", "9")):
         monkeypatch.setenv(name, value)
