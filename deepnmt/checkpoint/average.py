@@ -80,8 +80,10 @@ def average_run(
         chosen = last_consecutive(checkpoints, recipe.average_last)
     else:
         chosen = choose_checkpoints(checkpoints, last, best, updates, span)
-    if not chosen:
+    if not chosen and updates is None and folders is None:
         raise UserError(f"there is no checkpoint in {checkpoints}; train first")
+    if not chosen:
+        raise UserError("the list of checkpoints to average is empty; name one or more")
     target = Path(recipe.run) / "averaged" if output is None else Path(output)
     return save_average(chosen, target, model)
 

@@ -918,7 +918,8 @@ class Train(Section):
     valid_bleu: bool = True
     """Translate the validation text (greedily) and score it with BLEU."""
     valid_sentences: CountOrZero = 500
-    """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all."""
+    """How many sentences of the validation text, from its beginning, are translated for `valid_bleu`; 0: all.
+    A run whose `best_by` goes by the translations keeps it to its end."""
     init_from: Annotated[Folder | None, Fact.PATH, Fact.FIXED, Fact.SEEN] = None
     """A trained model to begin with, for fine-tuning: the folder of a run (its average if it has one, else its newest
     checkpoint), or of any checkpoint, average or folded model. Updates, moments and schedule begin anew."""

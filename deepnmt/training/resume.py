@@ -191,11 +191,14 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
     if state.loss_scale is not None:
         fixed.append(Fact.LOSS_SCALE)
 
-    ordering = f"metrics.{recipe.train.best_by}.lower_is_better"  # of the validations before
+    by = recipe.train.best_by
+    scoring = {f"metrics.{by}.lower_is_better"}  # and by what else the validations before were compared
+    if by != "loss":
+        scoring.add("train.valid_sentences")
 
     def is_fixed(key: str) -> bool:
         of_an_epoch = key.startswith("data.train.") and recipe.is_marked(key, Fact.EPOCH)
-        return key == ordering or of_an_epoch or any(recipe.is_marked(key, fact) for fact in fixed)
+        return key in scoring or of_an_epoch or any(recipe.is_marked(key, fact) for fact in fixed)
 
     rejected = [change for change in changes if is_fixed(change.key)]
     if rejected:

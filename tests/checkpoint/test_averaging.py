@@ -259,6 +259,8 @@ def test_impossible_choices_are_rejected(recipe: config.Recipe) -> None:
         choose_checkpoints(checkpoints, updates=[10, 25])
     with user_error("name one twice"):
         choose_checkpoints(checkpoints, updates=[10, 10])
+    with user_error("the list of checkpoints to average is empty"):
+        average_run(recipe, updates=[])
     last = checkpoints / "update-00000040"
     (checkpoints.parent / "link").symlink_to(last)
     with user_error(f"^checkpoints {last}, .*link name one twice; give each once$"):

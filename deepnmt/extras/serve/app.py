@@ -53,6 +53,11 @@ class RefusedError(HTTPException):
         super().__init__(status, message, headers)
 
 
+def without_port(host: str) -> str:
+    """A name of the kind `Host` headers have, in lower case: of `NAME:8000`, `name`."""
+    return re.sub(r":\d*$", "", host).lower()
+
+
 class OnlyHosts:
     """Refuses requests to another host than these. A page of another site whose name has been pointed at this machine
     sends that name, and would read the answers."""
@@ -61,7 +66,7 @@ class OnlyHosts:
         self.app, self.hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).lower()
+        host = without_port(Headers(scope=scope).get("host", ""))
         if host in self.hosts:
             await self.app(scope, receive, send)
             return

@@ -21,7 +21,7 @@ from deepnmt.config import Recipe
 from deepnmt.decode.models import Folders, load_models, max_length
 from deepnmt.decode.translate import require_choosable, translate_lines
 from deepnmt.errors import UserError
-from deepnmt.extras.serve.app import App, Limits
+from deepnmt.extras.serve.app import App, Limits, without_port
 from deepnmt.extras.serve.batches import Batches, Hypothesis
 from deepnmt.extras.serve.metrics import Metrics
 from deepnmt.processes.ranks import Ranks
@@ -86,7 +86,7 @@ def serve(
         address = f"[{where}]" if ":" in where else where
         local = ipaddress.ip_address(where.partition("%")[0]).is_loopback
         hosts = {*LOCAL, address, host, *allow_hosts} if local or allow_hosts else set()
-        names = {name.lower() for name in hosts}
+        names = {without_port(name) for name in hosts}
         app = App(batches, first.src_vocab, limits, metrics, facts).application(names)
         server = _Server(uvicorn.Config(
             app, http=_Protocol, ws="none", lifespan="off",

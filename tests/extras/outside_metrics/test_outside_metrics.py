@@ -180,6 +180,8 @@ def test_a_validation_is_the_best_by_a_metric(
     assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["update-00000002", "update-00000004"]
     turned = "metrics.mine={in_validation: true, lower_is_better: true, command: 'true {hyp}'}"
     assert "  metrics.mine.lower_is_better: False -> True\n" in refused("train", *recipe[:-1], turned)
+    assert "  train.valid_sentences: 2 -> 3\n" in refused(
+        "train", *recipe, "metrics.mine.in_validation=true", "train.valid_sentences=3")
 
 
 def test_a_program_chooses_among_candidates(place: Path, refused: Refused) -> None:

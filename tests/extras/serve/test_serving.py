@@ -103,7 +103,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(run: deepnmt.Run, warm: Warm) -> Iterator[Server]:
     started = Server(warm, str(run.folder), "--sentences=60", "--bytes=4096", "--queue=400",
-                     "--allow-host=DeepNMT.example")
+                     "--allow-host=DeepNMT.example:8000")
     yield started
     if started.pid:
         started.end()
