@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +79,26 @@ def run_steps(
                       *_search(corpus), *_metrics(recipe)])
         if code:
             return code
-    commands = [["train", file, *overrides], ["average", recipe.run]]
-    if "folder" in type(recipe.data).model_fields:  # some tasks have nothing to prepare
-        commands.insert(0, ["prepare", file, *overrides])
-    if getattr(recipe.data, "test", None):
-        if before:
-            commands += before(recipe)
-        commands.append(["evaluate", recipe.run, *_metrics(recipe)])
-    for words in commands:
+    for words in _steps(file, recipe, overrides):
         code = start(words)
         if not code and words[0] == "train":  # not every launcher hands on that training was stopped
             code = run_status(Path(recipe.run)).code
         if code:
             return code
     return 0
+
+
+def _steps(file: str, recipe: Recipe, overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The commands from a recipe's texts to its scores, each when those before it are done."""
+    if "folder" in type(recipe.data).model_fields:  # some tasks have nothing to prepare
+        yield ["prepare", file, *overrides]
+    yield ["train", file, *overrides]
+    yield ["average", recipe.run]
+    if getattr(recipe.data, "test", None):
+        before = find("steps", "before_search")
+        if before:
+            yield from before(recipe)
+        yield ["evaluate", recipe.run, *_metrics(recipe)]
 
 
 def _place(by: str) -> list[str]:

@@ -120,7 +120,7 @@ def test_a_teacher_translates_with_another_program(prepared: Path, place: Path) 
 
 
 def test_scores_by_another_programs_search(prepared: Path, place: Path) -> None:
-    """The run is exported before it is scored."""
+    """The run is exported before it is scored, and again when it was trained further."""
     pytest.importorskip("ctranslate2")
     file = write(prepared, "own", ("en", "de"), {"src": "real.en", "trg": "real.de"})
     tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
@@ -132,6 +132,11 @@ def test_scores_by_another_programs_search(prepared: Path, place: Path) -> None:
     assert steps.taken == [*steps_of("own"), "export runs/own", "evaluate runs/own"]
     again = Steps()
     assert again.run(file) == 0 and again.taken == [*steps_of("own"), "evaluate runs/own"]
+    tree["train"]["updates"] += 1
+    Path(file).write_text(yaml.safe_dump(tree), encoding="utf-8")
+    longer = Steps()
+    assert longer.run(file) == 0
+    assert longer.taken == [*steps_of("own"), "export runs/own", "evaluate runs/own"]
 
 
 def test_back_translation(prepared: Path, place: Path) -> None:
