@@ -95,19 +95,20 @@ def verdict_runs(words: list[str]) -> None:
         "fit    fits the verdict's rule on these runs, and tests it with texts, depths and blocks held out\n"
         "judge  reports how right a finished rule is on runs it was not fitted on, and draws a picture beside RUNS\n"
         "toy    writes the toy task as a text into the folder RUNS\n"
-        "propose  draws runs of --failed that failed, trains what the doctor rates highest instead, and appends a\n"
+        "again  trains every run of --of with another seed, and says how many end as before\n"
+        "propose  draws runs of --of that failed, trains what the doctor rates highest instead, and appends a\n"
         "       line of JSON for each to RUNS\n\n"
         "Texts are read from the folder that DEEPNMT_CORPORA names; studies/results/verdict.md says how they are made.",
         "python -m studies verdict-runs run runs/verdict/runs.jsonl --count 80\n"
         "  python -m studies verdict-runs fit runs/verdict/runs.jsonl\n"
         "  python -m studies verdict-runs judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
     )
-    parser.add_argument("action", choices=["run", "fit", "judge", "toy", "propose"])
+    parser.add_argument("action", choices=["run", "fit", "judge", "toy", "again", "propose"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="file of runs, one line of JSON each")
     add_options(parser, BLOCKS, ("--depths", "N", int, [], "layers of a stack, drawn from these"),
                 ("--texts", "TEXT", str, [], "texts (default: multi30k tatoeba europarl toy)"),
                 ("--count", "N", int, None, "number of runs (default 80; propose: 10)"),
-                ("--failed", "FILE", Path, None, "propose: the runs to draw from"),
+                ("--of", "FILE", Path, None, "again, propose: the runs to train again, or to draw from"),
                 ("--seed", "N", int, 1, "of the draw (default 1)"),
                 ("--share", "N", int, [0, 1], "K N: train the K-th of every N runs, from 0 (default 0 1)"),
                 ("--data", "FOLDER", Path, Path("data/verdict"), "prepared texts (default: %(default)s)"),
@@ -118,21 +119,31 @@ def verdict_runs(words: list[str]) -> None:
                              "encoder; or what `deepnmt new` might write first, also with\n8,000 pieces")
     args = parser.parse_args(words)
     both = ("run", "propose")
-    actions = {"ship": ("fit",), "rule": ("judge",), "failed": ("propose",), "count": both, "seed": both, "data": both}
+    actions = {"ship": ("fit",), "rule": ("judge",), "of": ("again", "propose"), "count": both, "seed": both,
+               "data": (*both, "again")}
     for name, value in vars(args).items():
         used = actions.get(name, ("run",))
         if name not in ("action", "runs") and args.action not in used and value != parser.get_default(name):
             raise UserError(f"--{name} has no effect here because it belongs to verdict-runs {used[0]}; remove it")
-    if args.action == "propose" and args.failed is None:
-        raise UserError("verdict-runs propose needs runs that failed; give their file with --failed, for example "
-                        "--failed studies/verdict_fresh.jsonl")
+    if args.action in ("again", "propose") and args.of is None:
+        raise UserError(f"verdict-runs {args.action} needs other runs; give their file with --of, for example "
+                        "--of studies/verdict_fresh.jsonl")
     positive(args, "depths")
     if args.count is not None:
         positive(args, "count")
     if len(args.share) != 2 or not 0 <= args.share[0] < args.share[1]:
         raise UserError(f"--share is {' '.join(map(str, args.share))}, must be two numbers, the first from 0 and below "
                         "the second, for example 0 2")
-    from studies.verdict_text import CHOICES, draw, fit_runs, judge_runs, propose_all, run_all, write_toy
+    from studies.verdict_text import (
+        CHOICES,
+        draw,
+        fit_runs,
+        judge_runs,
+        propose_all,
+        run_again,
+        run_all,
+        write_toy,
+    )
 
     if args.action == "fit":
         print(fit_runs(args.runs, args.ship))
@@ -140,9 +151,12 @@ def verdict_runs(words: list[str]) -> None:
         print(judge_runs(args.runs, args.rule))
     elif args.action == "toy":
         write_toy(args.runs)
+    elif args.action == "again":
+        use_threads(1)
+        print(run_again(args.of, args.runs, args.data))
     elif args.action == "propose":
         use_threads(1)
-        print(propose_all(args.failed, args.runs, args.count or 10, args.seed, args.data))
+        print(propose_all(args.of, args.runs, args.count or 10, args.seed, args.data))
     else:
         use_threads(1)
         asked: dict[str, Any] = {"blocks": tuple(args.blocks), "depths": tuple(args.depths), "texts": tuple(args.texts)}

@@ -13,6 +13,7 @@ import math
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ TEXTS = {
     "toy": ("de", "en", "toy/train.{}", "toy/valid.{}"),
 }
 KINDS = ("text", "depth", "block")  # of groups that are held out in turn
+_ANOTHER_SEED = 1000  # added to a run's; those that are drawn are lower
 _INTERVAL = 10  # updates per point of a curve: their mean loss
 _KEPT = ("seed", "batch", "model", "admin", "optimizer", "schedule")  # sections of a recipe in a line
 _RATES = {"good": (-2.7, -2.1), "any": (-3.3, -1.7), "wild": (-2.1, -1.3)}  # decimal logarithms, by kind of point
@@ -279,6 +281,27 @@ def read_text_runs(path: Path) -> list[Record]:
                      "give a file of the verdict's runs", "give a file that verdict-runs run wrote")
 
 
+def _recipe_again(run: Record, data: Path, seed: int) -> Recipe:
+    """The recipe of a line, with a seed."""
+    tree = {name: value for name, value in run["recipe"].items() if name not in ("text", "pieces", "seed")}
+    return recipe_of(run["text"], data, pieces=run["recipe"].get("pieces", 1000), seed=seed, settings=tree)
+
+
+def run_again(file: Path, output: Path, data: Path) -> str:
+    """Trains every run of a file with another seed, appending a line for each to `output`; returns a table of how they
+    ended. Where a seed decides the outcome, no verdict on the recipe can foresee it."""
+    firsts = read_text_runs(file)
+    recipes = [_recipe_again(run, data, run["recipe"]["seed"] + _ANOTHER_SEED) for run in firsts]
+    run_all(recipes, output)
+    seconds = {key_of(run): run["marks"][-1]["outcome"] for run in read_text_runs(output)}
+    pairs = Counter((first["marks"][-1]["outcome"], seconds[json.dumps(kept(recipe))])
+                    for first, recipe in zip(firsts, recipes, strict=True))
+    same = sum(count for (first, second), count in pairs.items() if first == second)
+    rows = [["ended", *(f"with another seed: {name}" for name in OUTCOMES)]]
+    rows += [[first, *(str(pairs[first, second]) for second in OUTCOMES)] for first in OUTCOMES]
+    return f"{same} of {len(firsts)} ended as before, {100 * same / len(firsts):.1f} %\n{markdown_table(rows)}"
+
+
 # -- proposals ---------------------------------------------------------------------------------------------------------
 
 
@@ -311,10 +334,7 @@ def propose_all(failed: Path, output: Path, count: int, seed: int, data: Path) -
 
 def _proposal(run: Record, rule: VerdictRule, data: Path) -> Record:
     """The line of a run's best alternative, with the run's recipe, outcome and loss, and what the rule said."""
-    tree = {name: value for name, value in run["recipe"].items() if name not in ("text", "pieces", "seed")}
-    recipe = recipe_of(run["text"], data, pieces=run["recipe"].get("pieces", 1000), seed=run["recipe"]["seed"],
-                       settings=tree)
-    tried = alternatives(recipe)
+    tried = alternatives(_recipe_again(run, data, run["recipe"]["seed"]))
     rated = {name: rule.probabilities(features(_trial_of(other), other, other.train.updates))
              for name, other in tried.items()}
     best = max(rated, key=lambda name: expected_rank(rated[name]))

@@ -192,6 +192,28 @@ def test_the_best_rated_alternative_of_runs_that_failed_is_trained(
         verdict_text.propose_all(failed, output, 7, 1, tmp_path)
 
 
+def test_runs_with_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of nine ends otherwise; a second time nothing is trained."""
+    write_runs(tmp_path / "made.jsonl", 9)
+    lines = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    for seed, line in enumerate(lines):
+        line["text"] = line["recipe"]["text"] = "toy"
+        line["recipe"]["seed"] = seed
+    firsts = tmp_path / "first.jsonl"
+    firsts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    seeds: list[int] = []
+
+    def run_recipe(recipe: Recipe) -> dict[str, Any]:
+        seeds.append(recipe.seed)
+        return {**lines[3 if recipe.seed == 1002 else recipe.seed - 1000], "recipe": verdict_text.kept(recipe)}
+
+    monkeypatch.setattr(verdict_text, "run_recipe", run_recipe)
+    said = verdict_text.run_again(firsts, tmp_path / "again.jsonl", tmp_path)
+    assert seeds == [1000 + seed for seed in range(9)] and said.startswith("8 of 9 ended as before, 88.9 %")
+    assert lines[2]["marks"][-1]["outcome"] != lines[3]["marks"][-1]["outcome"] and "| 1 " in said
+    assert verdict_text.run_again(firsts, tmp_path / "again.jsonl", tmp_path) == said and len(seeds) == 9
+
+
 @pytest.mark.parametrize(("line", "message"), [
     ("run runs.jsonl --count 0", "--count is 0, must be 1 or more"),
     ("run runs.jsonl --depths 0", "--depths is 0, must be 1 or more"),
@@ -201,7 +223,7 @@ def test_the_best_rated_alternative_of_runs_that_failed_is_trained(
     ("judge none.jsonl --ship", "--ship has no effect here because it belongs to verdict-runs fit; remove it"),
     ("fit none.jsonl --rule a", "--rule has no effect here because it belongs to verdict-runs judge; remove it"),
     ("judge none.jsonl --count 3", "--count has no effect here because it belongs to verdict-runs run; remove it"),
-    ("propose runs.jsonl", "verdict-runs propose needs runs that failed; give their file with --failed, for example"),
+    ("propose runs.jsonl", "verdict-runs propose needs other runs; give their file with --of, for example"),
     ("fit notes.md", "notes.md, line 1, is not a run of the verdict's runs, which has marks, recipe, text, trial"),
 ])
 def test_mistakes(line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
