@@ -191,6 +191,15 @@ def test_what_does_not_fit_is_named(prepared: Path, base: Path, refused: Refused
     assert "embeddings.shared.weight is [310, 16] where [300, 16] is expected; set vocab.model=" in fault
 
 
+def test_a_model_whose_layers_are_not_whole_yet(prepared: Path, base: Path, refused: Refused) -> None:
+    """The new run would count them in full at once."""
+    assert main("train", [f"{prepared}/recipe.yaml", f"run={base}/ramped", "model.decoder.ramp=4", "train.updates=1",
+                          "train.valid_bleu=false"]) == 0
+    fault = refused("train", *words(prepared, base, "none"), f"train.init_from={base}/ramped")
+    assert "model.decoder.ramp is 4, so its 2 layers are whole from update 8 on, but " in fault
+    assert "is of update 1; take a later checkpoint, or train that run further" in fault
+
+
 def test_a_begun_run_keeps_its_model(prepared: Path, base: Path, refused: Refused) -> None:
     if not (base / "tuned").exists():
         assert main("train", [*words(prepared, base), "train.updates=1"]) == 0
