@@ -18,6 +18,7 @@ from deepnmt import api
 from deepnmt.checkpoint.checkpoint import load_model, model_in, moments_in, weights_in
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
@@ -138,7 +139,7 @@ def test_any_model_can_be_the_begin(prepared: Path, base: Path) -> None:
 
 @pytest.mark.parametrize(("how", "places"), [("stack", [0, 1, 0, 1, 0]), ("interleave", [0, 0, 0, 1, 1])])
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-@pytest.mark.parametrize("block", ["pre_ln", "admin", "deepnorm"])
+@pytest.mark.parametrize("block", BLOCKS.where(lambda block: block.growable))
 def test_a_deeper_stack(block: str, side: str, how: str, places: list[int], prepared: Path, base: Path) -> None:
     old, blocks = base / f"old_{block}", [f"model.{part}.block={block}" for part in ("encoder", "decoder")]
     if not old.exists():  # trained once, by the first test that needs it
