@@ -446,6 +446,18 @@ def shapes_differ(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[
     return first_difference(shapes_of(dict(planned.named_parameters())), shapes)
 
 
+def check_ramp(folder: Path, model: Model, update: int) -> None:
+    """Raises `UserError` if a layer of the model of this update, in `folder`, does not yet have the full weight of its
+    sub-layers (`Block.clock`), so that it is another one where no update is counted."""
+    for side in model.sides:
+        stack = model.stack(side)
+        needed = stack.ramp * stack.layers
+        if update < needed:
+            raise UserError(f"model.{side}.ramp is {stack.ramp}, so its {stack.layers} layers are whole from update "
+                            f"{needed:,} on, but {folder} is of update {update:,}; take a later checkpoint, or train "
+                            "that run further")
+
+
 def require_model(folder: Path, expected: Model | None) -> None:
     """Raises `UserError` if an undamaged checkpoint holds another model than `expected`; None accepts any."""
     if expected is None:

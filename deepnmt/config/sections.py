@@ -924,8 +924,8 @@ class Train(Section):
     """A trained model to begin with, for fine-tuning: the folder of a run (its average if it has one, else its newest
     checkpoint), or of any checkpoint, average or folded model. Updates, moments and schedule begin anew."""
     grow: Annotated[Literal["stack", "interleave"] | None, Fact.FIXED, Fact.SEEN] = None
-    """How the layers of `init_from` fill a deeper stack of pre_ln, admin or deepnorm: `stack` repeats the whole stack,
-    `interleave` every layer; null: the depths must be equal."""
+    """How the layers of `init_from` fill a deeper stack of pre_ln, peri_ln, admin or deepnorm: `stack` repeats the
+    whole stack, `interleave` every layer; null: the depths must be equal."""
     freeze: Annotated[list[Part], Fact.SEEN] = Field(default_factory=list)
     """Parts of the model that are not trained, named as in `optimizer.lr_factors`: `[encoder, embeddings]`."""
     ema: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | None, Fact.MOMENTS, Fact.SEEN] = None

@@ -104,15 +104,15 @@ class Layer(nn.Module):
 
         Fan et al. 2020, Reducing Transformer Depth on Demand with Structured Dropout, section 3.1. What is dropped is a
         function of (seed, key, layer). A dropped layer is computed all the same, and its gradients are zeros: ZeRO-3
-        gathers its weights on all processes at once, but each drops other layers.
+        gathers its weights on all processes at once, but each drops other layers. Where layers are recomputed, it
+        matters even how many tensors a layer saves, so one that stays is chosen by the same operation.
         """
         if not self.training or not self.layer_drop:
             return y
-        if stable_hash(self.seed, dropout_key, f"{self.name}.dropped") >= self.layer_drop * 2**63:
-            return y
-        dropped = torch.zeros((), dtype=torch.bool, device=tensors(y)[0].device)
+        dropped = stable_hash(self.seed, dropout_key, f"{self.name}.dropped") < self.layer_drop * 2**63
+        kept = torch.full((), not dropped, device=tensors(y)[0].device)
         pairs = zip(tensors(y), tensors(self.rule.skip(x, y)), strict=True)
-        return stream_of([b if a is b else torch.where(dropped, a, b) for a, b in pairs])
+        return stream_of([b if a is b else torch.where(kept, a, b) for a, b in pairs])
 
 
 class EncoderLayer(Layer):

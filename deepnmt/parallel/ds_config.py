@@ -217,7 +217,9 @@ def _choose_zero(tree: dict[str, Any], model: Model) -> list[str]:
     stage = _get(tree, "zero_optimization.stage")
     if _get(tree, _PERSISTENCE) == "auto":  # biases, norms and other vectors stay whole: fewer and larger gathers
         _, _, name = _PERSISTENCE.partition(".")
-        tree["zero_optimization"][name] = max(model.ffn, 3 * model.width)
+        rows = model.ffn_matrices - 1  # of the first, a gate's included
+        tree["zero_optimization"][name] = max(
+            max(3 * width, rows * ffn) for width, _, ffn in map(model.shape, model.sides))
     if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
         faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):

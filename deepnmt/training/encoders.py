@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     SRC_VOCAB,
+    check_ramp,
+    load_state,
     load_weights_into,
     model_in,
     open_model,
@@ -108,6 +110,7 @@ def check_trained(
             raise UserError(f"{where}, which does not hold the model of its {RECIPE}: {name} is "
                             f"{list(stored.get(name, ())) or 'missing'}, not {list(shape)}; give a checkpoint as "
                             "training wrote it")
+    check_ramp(folder, theirs.model, load_state(folder).update)
 
 
 def load_encoder(folder: Path, build: Callable[[Recipe, int], BuildEncoder]) -> tuple[Encoder, Recipe, Vocabulary]:

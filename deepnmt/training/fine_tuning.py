@@ -14,8 +14,10 @@ from deepnmt.checkpoint.checkpoint import (
     RECIPE,
     SRC_VOCAB,
     TRG_VOCAB,
+    check_ramp,
     find_checkpoint,
     first_difference,
+    load_state,
     model_in,
     read_task_files,
     shapes_of,
@@ -67,7 +69,8 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     """Where each parameter of the recipe's model comes from: its name in the checkpoint `folder`.
 
     Raises:
-        UserError: the models differ; the message names the first tensor that does, and the setting or vocabulary.
+        UserError: the models differ; the message names the first tensor that does, and the setting or vocabulary. Or
+            see `check_ramp`.
     """
     old, shapes = load_recipe(folder / RECIPE).model, model_in(folder).shapes
     with torch.device("meta"):
@@ -99,6 +102,7 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
     if difference:
         raise UserError(f"train.init_from names {folder}, which does not hold the model of its {RECIPE}: {difference}; "
                         "give a checkpoint as training wrote it")
+    check_ramp(folder, old, load_state(folder).update)
     return names
 
 

@@ -21,7 +21,7 @@ PUBLISHED = {"init": "published"}
 PAIRS: list[tuple[str, str, dict[str, Any]]] = [
     ("admin_closed_form", "fixup", {}), ("rezero_post_ln", "t_fixup", {}), ("looks_linear", "rezero", {}),
     ("b2t_no_ln", "looks_linear", {}),
-    ("admin", "pre_ln", {"layer_drop": 0.4, "model": {  # the pieces that any block may have
+    ("admin", "pre_ln", {"layer_drop": 0.4, "recompute": 1, "model": {  # the pieces that any block may have
         "norm": "rms_norm", "activation": "swiglu", "positions": "rotary", "tied": "decoder"},
         "of_decoder": {"width": 12, "heads": 3, "ffn": 10}, "train": {"r_drop": 2.0}}),
     ("fixup", "fixup", PUBLISHED), ("looks_linear", "admin_closed_form", PUBLISHED),
@@ -37,14 +37,14 @@ MICRO_BATCHES = 2
 def recipe(layout: str, world: int, encoder: str, decoder: str, settings: dict[str, Any]) -> Recipe:
     stages, settings = world if layout.startswith("pipeline") else 0, dict(settings)
     more, of_decoder = settings.pop("model", {}), settings.pop("of_decoder", {})
-    train = settings.pop("train", {})
+    train, recompute = settings.pop("train", {}), settings.pop("recompute", 0)
     return recipe_with(
         batch={"accumulation": MICRO_BATCHES * max(1, stages) // world},
         model={"width": 16, "heads": 2, "ffn": 24, "dropout": 0.2,
                "encoder": {"block": encoder, "layers": 3, **settings},
                "decoder": {"block": decoder, "layers": 2, **settings, **of_decoder}, **more},
         train={"updates": 10, "clip": 0.5, **train},
-        parallel=parallel(layout.removeprefix("pipeline_"), stages))
+        parallel=parallel(layout.removeprefix("pipeline_"), stages, recompute_layers=recompute))
 
 
 def trial(folder: str, layout: str, first: str = "0") -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 from tiny_engines import ROOT, recipe_with
 
-from deepnmt.config import Precision, Recipe
+from deepnmt.config import Precision, Recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.parallel.ds_config import layout_of, untested_deepspeed
 
@@ -56,14 +56,19 @@ def test_shipped_files_fit_every_recipe(path: Path, precision: Precision) -> Non
 
 
 def test_zero_3_keeps_vectors_whole(write: Write) -> None:
-    """The longest has 75 elements, of query, key and value; a matrix has 25 x 25 at least. A number of one's own stays.
-    """
+    """The longest has 75 elements, of query, key and value, or those of a gated FFN; a matrix has 25 x 25 at least. A
+    number of one's own stays."""
     key = "stage3_param_persistence_threshold"
     recipe = recipe_of(ROOT / "ds_configs" / "zero3.json")
     model = recipe.model.model_copy(update={"width": 25, "ffn": 25})
     for name in ("zero3", "zero3_offload"):
         recipe = recipe_of(ROOT / "ds_configs" / f"{name}.json").model_copy(update={"model": model})
         assert (layout_of(recipe, 2).config or {})["zero_optimization"][key] == 75
+    recipe = recipe_of(ROOT / "ds_configs" / "zero3.json")
+    for changes, longest in (({"tied": "none", "decoder.width": 1024}, 3072),
+                             ({"activation": "swiglu", "encoder.ffn": 3000}, 6000)):
+        other = with_settings(recipe, {f"model.{name}": value for name, value in changes.items()})
+        assert (layout_of(other, 2).config or {})["zero_optimization"][key] == longest
     assert (layout_of(recipe_of(write("zero3", "zero_optimization", **{key: 7})), 2).config or {})[
         "zero_optimization"][key] == 7
 

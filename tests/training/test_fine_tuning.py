@@ -18,6 +18,7 @@ from deepnmt import api
 from deepnmt.checkpoint.checkpoint import load_model, model_in, moments_in, weights_in
 from deepnmt.cli import main
 from deepnmt.config import Recipe, load_recipe
+from deepnmt.config.choices import BLOCKS
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
@@ -138,7 +139,7 @@ def test_any_model_can_be_the_begin(prepared: Path, base: Path) -> None:
 
 @pytest.mark.parametrize(("how", "places"), [("stack", [0, 1, 0, 1, 0]), ("interleave", [0, 0, 0, 1, 1])])
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-@pytest.mark.parametrize("block", ["pre_ln", "admin", "deepnorm"])
+@pytest.mark.parametrize("block", BLOCKS.where(lambda block: block.growable))
 def test_a_deeper_stack(block: str, side: str, how: str, places: list[int], prepared: Path, base: Path) -> None:
     old, blocks = base / f"old_{block}", [f"model.{part}.block={block}" for part in ("encoder", "decoder")]
     if not old.exists():  # trained once, by the first test that needs it
@@ -189,6 +190,15 @@ def test_what_does_not_fit_is_named(prepared: Path, base: Path, refused: Refused
     fault = said(*own)
     assert "whose vocabulary src.spm is not that of" in fault
     assert "embeddings.shared.weight is [310, 16] where [300, 16] is expected; set vocab.model=" in fault
+
+
+def test_a_model_whose_layers_are_not_whole_yet(prepared: Path, base: Path, refused: Refused) -> None:
+    """The new run would count them in full at once."""
+    assert main("train", [f"{prepared}/recipe.yaml", f"run={base}/ramped", "model.decoder.ramp=4", "train.updates=1",
+                          "train.valid_bleu=false"]) == 0
+    fault = refused("train", *words(prepared, base, "none"), f"train.init_from={base}/ramped")
+    assert "model.decoder.ramp is 4, so its 2 layers are whole from update 8 on, but " in fault
+    assert "is of update 1; take a later checkpoint, or train that run further" in fault
 
 
 def test_a_begun_run_keeps_its_model(prepared: Path, base: Path, refused: Refused) -> None:

@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import LoadedModel
+from deepnmt.checkpoint.checkpoint import LoadedModel, check_ramp
 from deepnmt.config import Model, choices
 from deepnmt.config.choices import BLOCKS, NORMS
 from deepnmt.errors import UserError
-from deepnmt.extras.export.post_ln import check_ramp, fold_weights
+from deepnmt.extras.export.post_ln import fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Side
 from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD
@@ -53,7 +53,7 @@ def to_plain(
         if not known:
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
-    check_ramp(loaded)
+    check_ramp(loaded.folder, model, loaded.state.update)
     carried = BLOCKS.where(lambda block: block.exported_as in forms or block.rewritable)
     for side in SIDES:
         stack = model.stack(side)

@@ -32,6 +32,7 @@ from deepnmt.checkpoint.average import warn_if_outdated
 from deepnmt.checkpoint.checkpoint import (
     Contents,
     LoadedModel,
+    check_ramp,
     check_target,
     find_checkpoint,
     load_model,
@@ -185,7 +186,7 @@ def save_folded(source: Path, target: Path) -> Folded:
     loaded = load_model(source)
     if target.exists() and target.resolve() == loaded.folder.resolve():
         raise UserError(f"{target} is the checkpoint to fold; give another folder for the folded model")
-    check_ramp(loaded)
+    check_ramp(loaded.folder, loaded.recipe.model, loaded.state.update)
     before = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
     weights, model = fold_weights(before, loaded.recipe.model)
     # the profile is only for Admin, and only for its initial ω
@@ -202,17 +203,6 @@ def save_folded(source: Path, target: Path) -> Folded:
     old = {side: loaded.recipe.model.stack(side) for side in SIDES}
     stacks = [f"{side} ({stack.block})" for side, stack in old.items() if stack.facts.rewritable]
     return Folded(target, stacks, difference, largest)
-
-
-def check_ramp(loaded: LoadedModel) -> None:
-    """Raises `UserError` if a layer does not yet have the full weight of its sub-layers, see `Block.clock`."""
-    for side in SIDES:
-        stack, update = loaded.recipe.model.stack(side), loaded.state.update
-        needed = stack.ramp * stack.layers
-        if update < needed:
-            raise UserError(f"model.{side}.ramp is {stack.ramp}, so its {stack.layers} layers are whole from update "
-                            f"{needed:,} on, but {loaded.folder} is of update {update:,}; take a later checkpoint, or "
-                            "use the model as it is")
 
 
 @torch.no_grad()
