@@ -49,7 +49,7 @@ for line in lines:
 
 def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str) -> str:
     """The README.md of an exported model; its head is the metadata that Hugging Face reads."""
-    data, model = recipe.data, loaded.recipe.model
+    data, model = loaded.recipe.data, loaded.recipe.model
     languages = list(dict.fromkeys((data.src_lang, data.trg_lang)))
     library = {"huggingface": "transformers"}.get(to, to)
     stacks = " and ".join(f"{model.stack(side).layers} {side} layers ({model.stack(side).block})"

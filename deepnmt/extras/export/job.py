@@ -91,7 +91,7 @@ def export_run(
     loaded = load_model(source)
     pairs = _pairs(loaded.recipe if checkpoint else recipe, text, lines)
     own = Native.of(loaded.model)
-    lang, longest = recipe.data.trg_lang, loaded.recipe.model.max_length
+    lang, longest = loaded.recipe.data.trg_lang, loaded.recipe.model.max_length
 
     def write_and_compare(at: Path, form: str) -> Proof:
         print_status(f"writing the model for {to} in {form}")
