@@ -381,8 +381,8 @@ def growth(
             depths = {"encoder": max(1, round(depth * encoder / deepest)),
                       "decoder": max(1, round(depth * decoder / deepest))}
             if depth < deepest:
-                shallower = with_settings(recipe, {"model.encoder.layers": depths["encoder"],
-                                                   "model.decoder.layers": depths["decoder"]})
+                shape = with_settings(recipe.model, {f"{side}.layers": depths[side] for side in SIDES})
+                shallower = recipe.model_copy(update={"model": shape})  # what names a layer may name none of these
                 model = _fresh(shallower, subject.vocabs, batch)
                 moved_by_noise = noise_change(model, batch)
                 moved_by_update, _ = update_change(model, batch, partial(one_update, model, shallower, batch))

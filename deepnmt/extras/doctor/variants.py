@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     variants = {}
     for settings in tried:
         words = shlex.join(f"{name}={_format(value)}" for name, value in settings.items())
-        variants[words] = with_settings(recipe, settings)
+        with suppress(ValueError):  # another setting rules it out, as model.tuned_at does most blocks
+            variants[words] = with_settings(recipe, settings)
     return variants
 
 

@@ -219,10 +219,15 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
     ("schedule.name=step", "schedule.warmup=0", "schedule.step_update=2", "train.updates=100"),
     ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json"),
     ("model.encoder.block=dlcl", "model.encoder.history_window=2", "model.encoder.history_softmax=true",
-     "model.decoder.block=admin_closed_form", "model.decoder.output_change=constant")])
+     "model.decoder.block=admin_closed_form", "model.decoder.output_change=constant"),
+    ("model.encoder.block=pre_ln", "model.decoder.block=pre_ln", "model.tuned_at.encoder_layers=1"),
+    ("schedule.start=0.002",),
+    ("schedule.name=wsd", "schedule.decay=12", "schedule.warmup=0")])
 def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
-    for line, offered in alternatives(recipe).items():
+    offers = alternatives(recipe)
+    assert "'optimizer.lr_factors={encoder: 0.1}'" in offers
+    for line, offered in offers.items():
         given = load_recipe(prepared / "recipe.yaml", [*overrides, *shlex.split(line)])
         assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
         assert (given.model, given.schedule, given.batch, given.admin) == (
