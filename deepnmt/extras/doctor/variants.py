@@ -13,7 +13,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model, Recipe, choices, with_settings
 from deepnmt.config.choices import facts_of
 from deepnmt.model.admin_profile import AdminProfile, measure
-from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 
@@ -32,13 +32,15 @@ def fresh_model(
     admin: Admin | None = None,
     profile: AdminProfile | None = None,
 ) -> Transformer:
-    """A model with its initial weights, on the batches' device. If a stack is Admin and no `profile` is given, Admin is
-    profiled on the batches first, as `admin` says."""
+    """A model with its initial weights, as its first update finds it, on the batches' device. If a stack is Admin and
+    no `profile` is given, Admin is profiled on the batches first, as `admin` says."""
     if model.profiled and profile is None:
         profile = measure(model, src_vocab, trg_vocab, seed, batches, settings=admin)
     omega = profile.omega if profile else None
     device = batches[0].device if batches else torch.device("cpu")
-    return new_model(model, src_vocab, trg_vocab, seed, label_smoothing, omega).to(device)
+    fresh = new_model(model, src_vocab, trg_vocab, seed, label_smoothing, omega).to(device)
+    set_clock(fresh, 1)
+    return fresh
 
 
 def initialisation(block: str, init: str) -> str:

@@ -36,7 +36,7 @@ from deepnmt.extras.doctor.diagnose import (
     subject_of,
     update_rate,
 )
-from deepnmt.extras.doctor.measures import HalfZeros, gradients, noise_change, update_change
+from deepnmt.extras.doctor.measures import HalfZeros, dependency, gradients, noise_change, update_change
 from deepnmt.extras.doctor.variants import alternatives
 from deepnmt.extras.doctor.verdict import Node, VerdictRule
 from deepnmt.model.admin_profile import AdminProfile
@@ -308,6 +308,34 @@ def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
     for (kind, sides), known in zip(found.items(), (whole, moved), strict=True):
         for side in ("encoder", "decoder"):
             assert sides[side].changes[-1] == known[side][0], kind
+
+
+def test_shallower_models_lack_the_layer_that_a_setting_names(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["train.guided_layer=2"])
+    subject = subject_for(recipe)
+    nothing = {"encoder": [0.0], "decoder": [0.0]}
+    assert growth(subject, nothing, nothing, gradients(subject.model, subject.batch))[1]["depths"] == [1.0, 2.0]
+
+
+def test_frozen_parts_are_examined_like_the_others(prepared: Path) -> None:
+    """The gradients of a part do not depend on what was trained before they were measured."""
+    norms = []
+    for frozen in ("[]", "[embeddings,encoder,decoder.layers.1]"):
+        subject = subject_for(load_recipe(prepared / "recipe.yaml", [f"train.freeze={frozen}"]))
+        model, batch = subject.model, subject.batch
+        update_change(model, batch, lambda: one_update(model, subject.recipe, batch))  # noqa: B023
+        norms.append(gradients(model, batch))
+    assert norms[0] == norms[1]
+
+
+def test_a_ramp_is_as_the_first_update_has_it(prepared: Path) -> None:
+    """An update that changes no weight then changes no output."""
+    ramps = ["model.encoder.ramp=100", "model.decoder.ramp=100"]
+    subject = subject_for(load_recipe(prepared / "recipe.yaml", ["optimizer.lr=1e-30", *ramps]))
+    model, batch = subject.model, subject.batch
+    changes, _ = update_change(model, batch, lambda: one_update(model, subject.recipe, batch))
+    assert changes == {"encoder": [0.0], "decoder": [0.0]}
+    assert max(row[-1] for row in dependency(model, batch, "encoder")[1:]) < 0.05
 
 
 def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
