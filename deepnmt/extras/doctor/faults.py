@@ -30,6 +30,7 @@ _OWN = 0.9  # share of a sub-layer's own branch in its output; that of every blo
 _COLLAPSED = 1 - 1e-4  # mean cosine between a stack's outputs
 _VARIES, _CONSTANT = 1e-3, 1e-6  # variance over the positions, over the mean square
 _END = 10  # updates at the end of a trial
+_RISE = 0.1  # nats; a smaller one may be that of other sentences
 
 
 @torch.no_grad()
@@ -163,7 +164,7 @@ def wrong_training(
             return [f"divergence: loss or gradient is not finite at update {number} of the trial"]
     faults = []
     end = fmean(losses[-_END:])
-    if end > losses[0]:
+    if end > losses[0] + _RISE:
         faults.append(f"rising loss: {losses[0]:.2f} nats at the first update of the trial, {end:.2f} over the last "
                       f"{min(_END, len(losses))}; the rate is too high, or the warm-up too short")
     unchanged = []

@@ -16,6 +16,7 @@ from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
+from deepnmt.tasks.translation.collapse import quoted, slower
 
 _LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
 _SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # factors of parts, which keep an encoder from collapsing
@@ -76,9 +77,9 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
 
     slow = []
     for factors in _SLOW:
-        lr_factors = dict(optimizer.lr_factors)
-        for part, factor in factors.items():
-            lr_factors[part] = factor * lr_factors.get(part, 1.0)
+        lr_factors = optimizer.lr_factors
+        for side, share in reversed(factors.items()):
+            lr_factors = slower(lr_factors, side, share)
         slow.append({"optimizer.lr_factors": lr_factors})
     lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]
     early = with_blocks(choices.BLOCKS.where(lambda block: block.learns_early))
@@ -108,6 +109,6 @@ def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, dict):
-        items = ", ".join(f"{key}: {_format(each)}" for key, each in value.items())
+        items = ", ".join(f"{quoted(key)}: {_format(each)}" for key, each in value.items())
         return f"{{{items}}}"
     return str(value)

@@ -199,6 +199,8 @@ def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepa
     assert found["'optimizer.lr_factors={encoder: 0.1}'"].optimizer.lr_factors == {"encoder": 0.1}
     slow = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder: 0.3}"]))
     assert slow["'optimizer.lr_factors={encoder: 0.03}'"].optimizer.lr_factors == {"encoder": pytest.approx(0.03)}
+    parts = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder.layers: 0.5}"]))
+    assert "'optimizer.lr_factors={encoder: 0.1, encoder.layers: 0.05}'" in parts
 
 
 def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
@@ -221,15 +223,16 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
     ("model.encoder.block=dlcl", "model.encoder.history_window=2", "model.encoder.history_softmax=true",
      "model.decoder.block=admin_closed_form", "model.decoder.output_change=constant"),
     ("model.encoder.block=pre_ln", "model.decoder.block=pre_ln", "model.tuned_at.encoder_layers=1"),
-    ("schedule.start=0.002",),
+    ("schedule.start=0.002",), ('optimizer.lr_factors={"*.ffn": 2.0}',),
     ("schedule.name=wsd", "schedule.decay=12", "schedule.warmup=0")])
 def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
     offers = alternatives(recipe)
-    assert "'optimizer.lr_factors={encoder: 0.1}'" in offers
+    assert any(line.startswith("'optimizer.lr_factors={encoder: 0.1") for line in offers)
     for line, offered in offers.items():
         given = load_recipe(prepared / "recipe.yaml", [*overrides, *shlex.split(line)])
         assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
+        assert given.optimizer.lr_factors == offered.optimizer.lr_factors
         assert (given.model, given.schedule, given.batch, given.admin) == (
             offered.model, offered.schedule, offered.batch, offered.admin), line
 

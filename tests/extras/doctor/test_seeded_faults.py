@@ -186,6 +186,13 @@ def test_a_loss_that_is_not_finite_is_named_with_its_update() -> None:
         "divergence: loss or gradient is not finite at update 3 of the trial"]
 
 
+def test_a_loss_of_other_sentences_is_no_rise() -> None:
+    model = nn.Linear(2, 2)
+    before = [parameter.detach() + 1 for parameter in model.parameters()]
+    for end, faults in ((6.19, 0), (6.3, 1)):
+        assert len(wrong_training(model, before, [6.15] + [end] * 10, [1.0] * 11)) == faults  # type: ignore[arg-type]
+
+
 # -- in the recipe -----------------------------------------------------------------------------------------------------
 
 
