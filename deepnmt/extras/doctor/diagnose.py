@@ -25,9 +25,9 @@ from deepnmt.checkpoint.checkpoint import (
     load_model,
     load_state,
     load_weights,
+    model_in,
     moments_in,
     update_of,
-    weights_in,
 )
 from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import OPTIMIZERS
@@ -336,14 +336,15 @@ def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
 
 
 def take_update(subject: Subject) -> None:
-    """The next update of a checkpoint's run, if the checkpoint has the moments; otherwise `one_update`. In place."""
+    """The next update of a checkpoint's run, if the checkpoint has the moments; otherwise `one_update`. In place, and
+    with `train.ema` of the average, which is the model that is examined."""
     recipe, model, batch = subject.recipe, subject.model, subject.batch
     checkpoint = subject.trained
     if checkpoint is None:
         one_update(model, recipe, batch)
         return
     engine = LocalEngine(model, recipe, batch.device)
-    engine.fill(weights_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)
+    engine.fill(model_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)
     engine.train_step([batch], batch.tokens, update_rate(subject))
 
 

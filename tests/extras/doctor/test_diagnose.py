@@ -19,7 +19,7 @@ import deepnmt.extras.doctor.diagnose
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
-from deepnmt.config import Recipe, load_recipe
+from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
@@ -34,6 +34,7 @@ from deepnmt.extras.doctor.diagnose import (
     loss_scale,
     one_update,
     subject_of,
+    take_update,
     update_rate,
 )
 from deepnmt.extras.doctor.measures import HalfZeros, dependency, gradients, noise_change, update_change
@@ -368,6 +369,17 @@ def test_a_damaged_checkpoint_is_skipped(
     assert loss_scale(subject) == 512.0
     other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # so the checkpoint's is not used
     assert subject_for(other, newest).scale is None
+
+
+def test_an_update_of_a_run_that_averages_its_weights(prepared: Path, tmp_path: Path) -> None:
+    """It moves the average that is examined, and not from there to the weights beside it."""
+    run = tmp_path / "run"
+    assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=4", "train.valid_bleu=false",
+                          "train.ema=0.9", ONE]) == 0
+    subject = subject_for(load_recipe(run), run / "checkpoints" / "update-00000004")
+    subject = replace(subject, recipe=with_settings(subject.recipe, {"optimizer.lr": 1e-30}))
+    changes, _ = update_change(subject.model, subject.batch, lambda: take_update(subject))
+    assert changes == {"encoder": [0.0], "decoder": [0.0]}
 
 
 def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
