@@ -95,13 +95,13 @@ def wrong_sizes(
             words_size = _size((layer(embedded) - positions)[real[side]])
             positions_size = _size(positions[real[side]])
             if words_size < _FAINT * positions_size:
-                faults.append(f"embeddings: at the {side}'s input they have {words_size:.2g} where the positions have "
-                              f"{positions_size:.2g}, so the words are drowned; scale them by sqrt(width)")
+                faults.append(f"embeddings: at the {side}'s input words have {words_size:.2g} where the positions have "
+                              f"{positions_size:.2g}, so they are drowned; scale the embeddings by sqrt(width)")
         [hidden] = outputs_of(model, batch)["decoder"]
     spread = float(F.linear(hidden, model.output_weight).std(-1).median())
     if not spread < _SPREAD:
-        faults.append(f"logits: before training they spread by {spread:.3g} over the vocabulary, not by about 1; the "
-                      "embeddings or the decoder's outputs are too large")
+        faults.append(f"logits: before training the logits spread by {spread:.3g} over the vocabulary, not by about 1; "
+                      "the embeddings or the decoder's outputs are too large")
     for side, rows in dependency.items():
         shares = [row[-1] ** 2 for row in rows[1:]]
         large = [share for share in shares if not share < _OWN]  # also NaN
