@@ -58,6 +58,7 @@ def build_engine(build: Build, recipe: Recipe, layout: Layout, ranks: Ranks) -> 
         module = build(fill_with_nan)
         module.recompute = recipe.parallel.recompute_layers
         engine = LocalEngine(module, recipe, ranks.device)
+        engine.build = build
     _compile(engine, recipe, ranks)
     return engine
 

@@ -140,11 +140,13 @@ class Engine(Protocol):
 
     `data_rank` of `data_world`: this process's data-parallel rank, the same for all stages of one pipeline.
     `parameters`: number of trainable parameters of the whole model.
+    `build`: builds another of the same model.
     """
 
     data_rank: int
     data_world: int
     parameters: int
+    build: Build
 
     @property
     def module(self) -> nn.Module:
@@ -205,8 +207,10 @@ class Engine(Protocol):
 class LocalEngine:
     """The engine in plain PyTorch, one process, fp32: the reference that tests compare every other layout with.
 
-    If `module` has its weights already, `fill` is not needed.
+    If `module` has its weights already, `fill` is not needed. `build` is there if `build_engine` has made it.
     """
+
+    build: Build
 
     def __init__(self, module: Transformer, recipe: Recipe, device: torch.device) -> None:
         self.module = module.to(device)

@@ -132,8 +132,10 @@ def test_a_planted_collapse_and_what_is_said_of_it(recipe: Recipe, data: Prepare
     assert collapse_note(made, 3, found) is None, "the warm-up has 4 updates"
     long = with_settings(made, {"schedule.warmup": 8000})
     assert collapse_note(long, 999, found) is None and collapse_note(long, 1000, found) == note
-    slow = with_settings(made, {"optimizer.lr_factors": {"decoder": 0.5, "encoder": 0.2}})
-    assert "'optimizer.lr_factors={encoder: 0.02, decoder: 0.5}'" in str(collapse_note(slow, 100, found))
+    for factors, words in (({"decoder": 0.5, "encoder": 0.2}, "decoder: 0.5, encoder: 0.02"),
+                           ({"encoder.layers": 0.5, "*.ffn": 2.0}, 'encoder: 0.1, encoder.layers: 0.05, "*.ffn": 2')):
+        slow = with_settings(made, {"optimizer.lr_factors": factors})  # where several match, the last counts
+        assert f"'optimizer.lr_factors={{{words}}}'" in str(collapse_note(slow, 100, found))
 
 
 @pytest.mark.parametrize(("gain", "common", "collapsed"), [

@@ -64,8 +64,9 @@ class Size(NamedTuple):
 
 
 def at_size(recipe: Recipe, size: Size, tuned: Size | None) -> Recipe:
-    """The recipe for a model of this size, without dropout, tuned at another or not: the FFN is as many times as wide,
-    and the heads of all models are as many as fit into the smallest. Raises `UserError` if it cannot carry over."""
+    """The recipe for a model of this size, without dropout and ramp, tuned at another or not: the FFN is as many times
+    as wide, and the heads of all models are as many as fit into the smallest. Raises `UserError` if it cannot carry
+    over."""
     model, smallest = recipe.model, tuned or size
     heads = max(1, min(model.heads, smallest.width // 8))
     while smallest.width % heads:
@@ -75,7 +76,8 @@ def at_size(recipe: Recipe, size: Size, tuned: Size | None) -> Recipe:
                                 "model.ffn": 2 * round(size.width * times / 2)}
     for side, layers in (("encoder", size.encoder_layers), ("decoder", size.decoder_layers)):
         settings |= {f"model.{side}.layers": layers, f"model.{side}.layer_drop": 0.0, f"model.{side}.word_dropout": 0.0,
-                     f"model.{side}.width": None, f"model.{side}.heads": None, f"model.{side}.ffn": None}
+                     f"model.{side}.ramp": 0, f"model.{side}.width": None, f"model.{side}.heads": None,
+                     f"model.{side}.ffn": None}
     for name in type(model.tuned_at).model_fields:
         settings[f"model.tuned_at.{name}"] = None
     if tuned is not None:

@@ -25,9 +25,9 @@ from deepnmt.checkpoint.checkpoint import (
     load_model,
     load_state,
     load_weights,
+    model_in,
     moments_in,
     update_of,
-    weights_in,
 )
 from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import OPTIMIZERS
@@ -336,14 +336,15 @@ def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
 
 
 def take_update(subject: Subject) -> None:
-    """The next update of a checkpoint's run, if the checkpoint has the moments; otherwise `one_update`. In place."""
+    """The next update of a checkpoint's run, if the checkpoint has the moments; otherwise `one_update`. In place, and
+    with `train.ema` of the average, which is the model that is examined."""
     recipe, model, batch = subject.recipe, subject.model, subject.batch
     checkpoint = subject.trained
     if checkpoint is None:
         one_update(model, recipe, batch)
         return
     engine = LocalEngine(model, recipe, batch.device)
-    engine.fill(weights_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)
+    engine.fill(model_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)
     engine.train_step([batch], batch.tokens, update_rate(subject))
 
 
@@ -381,8 +382,8 @@ def growth(
             depths = {"encoder": max(1, round(depth * encoder / deepest)),
                       "decoder": max(1, round(depth * decoder / deepest))}
             if depth < deepest:
-                shallower = with_settings(recipe, {"model.encoder.layers": depths["encoder"],
-                                                   "model.decoder.layers": depths["decoder"]})
+                shape = with_settings(recipe.model, {f"{side}.layers": depths[side] for side in SIDES})
+                shallower = recipe.model_copy(update={"model": shape})  # what names a layer may name none of these
                 model = _fresh(shallower, subject.vocabs, batch)
                 moved_by_noise = noise_change(model, batch)
                 moved_by_update, _ = update_change(model, batch, partial(one_update, model, shallower, batch))

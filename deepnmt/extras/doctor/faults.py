@@ -30,6 +30,7 @@ _OWN = 0.9  # share of a sub-layer's own branch in its output; that of every blo
 _COLLAPSED = 1 - 1e-4  # mean cosine between a stack's outputs
 _VARIES, _CONSTANT = 1e-3, 1e-6  # variance over the positions, over the mean square
 _END = 10  # updates at the end of a trial
+_RISE = 0.1  # nats; a smaller one may be that of other sentences
 
 
 @torch.no_grad()
@@ -94,13 +95,13 @@ def wrong_sizes(
             words_size = _size((layer(embedded) - positions)[real[side]])
             positions_size = _size(positions[real[side]])
             if words_size < _FAINT * positions_size:
-                faults.append(f"embeddings: at the {side}'s input they have {words_size:.2g} where the positions have "
-                              f"{positions_size:.2g}, so the words are drowned; scale them by sqrt(width)")
+                faults.append(f"embeddings: at the {side}'s input words have {words_size:.2g} where the positions have "
+                              f"{positions_size:.2g}, so they are drowned; scale the embeddings by sqrt(width)")
         [hidden] = outputs_of(model, batch)["decoder"]
     spread = float(F.linear(hidden, model.output_weight).std(-1).median())
     if not spread < _SPREAD:
-        faults.append(f"logits: before training they spread by {spread:.3g} over the vocabulary, not by about 1; the "
-                      "embeddings or the decoder's outputs are too large")
+        faults.append(f"logits: before training the logits spread by {spread:.3g} over the vocabulary, not by about 1; "
+                      "the embeddings or the decoder's outputs are too large")
     for side, rows in dependency.items():
         shares = [row[-1] ** 2 for row in rows[1:]]
         large = [share for share in shares if not share < _OWN]  # also NaN
@@ -163,7 +164,7 @@ def wrong_training(
             return [f"divergence: loss or gradient is not finite at update {number} of the trial"]
     faults = []
     end = fmean(losses[-_END:])
-    if end > losses[0]:
+    if end > losses[0] + _RISE:
         faults.append(f"rising loss: {losses[0]:.2f} nats at the first update of the trial, {end:.2f} over the last "
                       f"{min(_END, len(losses))}; the rate is too high, or the warm-up too short")
     unchanged = []

@@ -121,15 +121,17 @@ def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
 
 @contextmanager
 def restored(model: Transformer) -> Iterator[list[Tensor]]:
-    """Restores the model's weights and mode on exit; yields copies of the weights."""
+    """Restores the model's weights, which of them are frozen, and its mode on exit; yields copies of the weights."""
     was_training = model.training
     weights = [parameter.detach().clone() for parameter in model.parameters()]
+    trained = [parameter.requires_grad for parameter in model.parameters()]
     try:
         yield weights
     finally:
         with torch.no_grad():
-            for parameter, weight in zip(model.parameters(), weights, strict=True):
+            for parameter, weight, is_trained in zip(model.parameters(), weights, trained, strict=True):
                 parameter.copy_(weight)
+                parameter.requires_grad_(is_trained)
         model.train(was_training)
 
 

@@ -19,7 +19,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.extras.doctor.probes import hooks
-from deepnmt.model.loss import CrossEntropy
+from deepnmt.model.blocks import set_clock
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
@@ -134,9 +134,9 @@ def explain(
     except torch.OutOfMemoryError:  # raised on all processes
         return advise(RankReport(kind, enough_memory=False), recipe)
     try:
-        vocabs = (current.table("src").num_embeddings, current.table("trg").num_embeddings)
-        model = Transformer(recipe.model, *vocabs, recipe.seed, CrossEntropy(recipe.train.label_smoothing))
+        model = engine.build(lambda part: None)
         copy_weights(model, current)
+        set_clock(model, engine.optimizer_step + 1)
         report = RankReport(kind)
         first = first_non_finite(model, batches, factor * scale)
         if first is not None:

@@ -132,8 +132,8 @@ def write_page(findings: Findings, folder: Path) -> Path:
              f"{escape(about['decoder'])}; width {about['width']}, {about['parameters']:,} parameters; peak rate "
              f"{about['learning rate']:g}, warm-up of {about['warm-up']:,} updates</small></p>"]
     if verdict:
-        parts += [_box(verdict["outcome"], _answer(verdict)), *_remedies(verdict), *_trial(verdict, folder)]
-        parts += _background(verdict)
+        parts.append(_box(verdict["outcome"], _answer(verdict, findings["faults"])))
+        parts += [*_remedies(verdict), *_trial(verdict, folder), *_background(verdict)]
     elif outcome:
         answer = _MEASURED[outcome["outcome"]].format(gain=max(outcome["gain"], 0.0))
         parts.append(_box(outcome["outcome"], [answer, *map(_sentence, findings["faults"])]))
@@ -168,15 +168,15 @@ _MEASURED = {
 }
 
 
-def _answer(verdict: Mapping[str, Any]) -> list[str]:
-    """The verdict and what the trial showed, a sentence each."""
+def _answer(verdict: Mapping[str, Any], faults: Sequence[str]) -> list[str]:
+    """The verdict and what is wrong, a sentence each."""
     trial, outcome = verdict["trial"], verdict["outcome"]
     if verdict["fp16"]:
         return [f"No: it will probably fail in fp16, because {verdict['fp16']}."]
     sure = f"{100 * verdict['probabilities'][outcome]:.0f} %"
     answer = _PREDICTED[outcome].format(updates=verdict["updates"], sure=sure)
-    if verdict["faults"]:
-        return [answer, *map(_sentence, verdict["faults"])]
+    if faults:
+        return [answer, *map(_sentence, faults)]
     return [answer, f"In a trial of {len(trial['losses'])} updates its loss came from {trial['losses'][0]:.2f} to "
                     f"{fmean(trial['losses'][-5:]):.2f} nats a token, and no fault was seen."]
 
@@ -184,7 +184,9 @@ def _answer(verdict: Mapping[str, Any]) -> list[str]:
 def _sentence(fault: str) -> str:
     """A fault as a sentence of its own, without its keyword."""
     text = fault.partition(": ")[2] or fault
-    return f"{text[0].upper()}{text[1:]}."
+    if "." not in text.split()[0]:  # a name of the model, as it is written
+        text = f"{text[0].upper()}{text[1:]}"
+    return f"{text}."
 
 
 def _remedies(verdict: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model, Recipe, choices, with_settings
 from deepnmt.config.choices import facts_of
 from deepnmt.model.admin_profile import AdminProfile, measure
-from deepnmt.model.blocks import BLOCKS, SIDES
+from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
+from deepnmt.tasks.translation.collapse import quoted, slower
 
 _LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
 _SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # factors of parts, which keep an encoder from collapsing
@@ -31,13 +33,15 @@ def fresh_model(
     admin: Admin | None = None,
     profile: AdminProfile | None = None,
 ) -> Transformer:
-    """A model with its initial weights, on the batches' device. If a stack is Admin and no `profile` is given, Admin is
-    profiled on the batches first, as `admin` says."""
+    """A model with its initial weights, as its first update finds it, on the batches' device. If a stack is Admin and
+    no `profile` is given, Admin is profiled on the batches first, as `admin` says."""
     if model.profiled and profile is None:
         profile = measure(model, src_vocab, trg_vocab, seed, batches, settings=admin)
     omega = profile.omega if profile else None
     device = batches[0].device if batches else torch.device("cpu")
-    return new_model(model, src_vocab, trg_vocab, seed, label_smoothing, omega).to(device)
+    fresh = new_model(model, src_vocab, trg_vocab, seed, label_smoothing, omega).to(device)
+    set_clock(fresh, 1)
+    return fresh
 
 
 def initialisation(block: str, init: str) -> str:
@@ -73,9 +77,9 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
 
     slow = []
     for factors in _SLOW:
-        lr_factors = dict(optimizer.lr_factors)
-        for part, factor in factors.items():
-            lr_factors[part] = factor * lr_factors.get(part, 1.0)
+        lr_factors = optimizer.lr_factors
+        for side, share in reversed(factors.items()):
+            lr_factors = slower(lr_factors, side, share)
         slow.append({"optimizer.lr_factors": lr_factors})
     lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]
     early = with_blocks(choices.BLOCKS.where(lambda block: block.learns_early))
@@ -93,7 +97,8 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     variants = {}
     for settings in tried:
         words = shlex.join(f"{name}={_format(value)}" for name, value in settings.items())
-        variants[words] = with_settings(recipe, settings)
+        with suppress(ValueError):  # another setting rules it out, as model.tuned_at does most blocks
+            variants[words] = with_settings(recipe, settings)
     return variants
 
 
@@ -104,6 +109,6 @@ def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, dict):
-        items = ", ".join(f"{key}: {_format(each)}" for key, each in value.items())
+        items = ", ".join(f"{quoted(key)}: {_format(each)}" for key, each in value.items())
         return f"{{{items}}}"
     return str(value)

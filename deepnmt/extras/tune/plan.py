@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # what has kept en
 LONGEST_WARMUP = 4000  # updates, unless the recipe has more: the share of a long run would be longer than any needs
 SHALLOW = 3  # the copy has this part of the layers
 LEAST_LAYERS = 2  # of a side of the copy
+COUNTS = ("schedule.decay", "schedule.decay_period", "schedule.step_update", "optimizer.lr_factors_until",
+          "model.encoder.ramp", "model.decoder.ramp")
 NEAR = 0.5  # of the box's width: how wide points lie around the best
 
 
@@ -176,12 +179,12 @@ def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, updates: int) -> dict[str, int]:
-    """What the schedule counts in updates, in a run of so many."""
+    """What the recipe counts in updates beside the warm-up, in a run of so many; by setting."""
     counts = {}
-    for name in ("decay", "step_update"):
-        count = getattr(recipe.schedule, name)
+    for setting in COUNTS:
+        count = attrgetter(setting)(recipe)
         if count:
-            counts[name] = max(2, count * updates // recipe.train.updates)
+            counts[setting] = max(min(2, count), count * updates // recipe.train.updates)
     return counts
 
 
@@ -190,7 +193,7 @@ def warmup_of(recipe: Recipe, share: float, updates: int) -> int:
     if not share:
         return 0
     counts = shortened(recipe, updates)
-    room = min(updates - counts.get("decay", 1), counts.get("step_update", updates) - 1)
+    room = min(updates - counts.get("schedule.decay", 1), counts.get("schedule.step_update", updates) - 1)
     longest = max(0, min(LONGEST_WARMUP, room))
     if share >= 1:
         longest = max(LONGEST_WARMUP, recipe.schedule.warmup)

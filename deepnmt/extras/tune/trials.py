@@ -203,7 +203,7 @@ def _alone(recipe: Recipe, updates: int, processes: int) -> dict[str, Any]:
         "train.trackers": [], "train.probe_every": 0, "train.log_every": max(1, updates // 10),
         "parallel.pipeline_stages": 0, "metrics": {}, "translate.choose": "score", "average_last": 1,
     }
-    changes |= {f"schedule.{name}": count for name, count in shortened(recipe, updates).items()}
+    changes |= shortened(recipe, updates)
     if recipe.batch.update_tokens is None:
         changes["batch.accumulation"] = processes * recipe.batch.accumulation
     known = flatten(recipe.model_dump())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deepnmt.config import Recipe
+from deepnmt.optim.groups import is_in
 from deepnmt.tasks.translation.source_use import GAIN, SourceUse
 
 COLLAPSED = 0.9  # the common vector's share in the output of an encoder that has collapsed
@@ -20,12 +23,23 @@ def settled(recipe: Recipe) -> int:
     return min(max(1, recipe.schedule.warmup), LATEST)
 
 
+def slower(factors: Mapping[str, float], side: str, share: float) -> dict[str, float]:
+    """Factors of the rate with which a side, and its parts that have one of their own, learn at a share of theirs."""
+    if side not in factors:
+        factors = {side: 1.0, **factors}
+    return {part: share * factor if is_in(side, part) else factor for part, factor in factors.items()}
+
+
+def quoted(part: str) -> str:
+    """A part as YAML has it, to which a `*` at the beginning means something else."""
+    return f'"{part}"' if "*" in part else part
+
+
 def collapse_note(recipe: Recipe, update: int, use: SourceUse) -> str | None:
     """A sentence with the setting to change if the encoder has collapsed by this update, else None."""
     if update < settled(recipe) or not has_collapsed(use):
         return None
-    factors = {"encoder": 1.0, **recipe.optimizer.lr_factors}
-    factors["encoder"] /= 10
-    setting = ", ".join(f"{part}: {factor:g}" for part, factor in factors.items())
+    factors = slower(recipe.optimizer.lr_factors, "encoder", 0.1)
+    setting = ", ".join(f"{quoted(part)}: {factor:g}" for part, factor in factors.items())
     return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone: "
             f"'optimizer.lr_factors={{{setting}}}' (docs/guide/when_a_run_fails.md)")

@@ -84,6 +84,17 @@ def test_what_falls_in_the_logits_is_how_random_vectors_overlap() -> None:
     assert by_chance == pytest.approx(128**0.5 / 32**0.5, rel=0.15)
 
 
+def test_models_are_measured_without_a_ramp() -> None:
+    """It would turn the branches up while they are measured."""
+    ramp = {"block": "pre_ln", "ramp": 100}
+    ramped = recipe_with(model={"width": 32, "heads": 4, "ffn": 128, "encoder": ramp, "decoder": ramp},
+                         train={"updates": 10})
+    batch, small = [micro_batch(0, 16, 12, 12, 0)], Size(32, 2, 2)
+    assert measure(at_size(ramped, small, small), (VOCAB, VOCAB), batch) == measure(
+        at_size(recipe(), small, small).model_copy(update={
+            "optimizer": ramped.optimizer, "train": ramped.train, "seed": ramped.seed}), (VOCAB, VOCAB), batch)
+
+
 def test_spread() -> None:
     assert spread([2.0, 1.0, 3.0]) == 3.0
     assert spread([1.0, 0.0]) == spread([1.0, math.nan]) == math.inf

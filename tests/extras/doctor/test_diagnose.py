@@ -19,7 +19,7 @@ import deepnmt.extras.doctor.diagnose
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
-from deepnmt.config import Recipe, load_recipe
+from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
@@ -34,9 +34,10 @@ from deepnmt.extras.doctor.diagnose import (
     loss_scale,
     one_update,
     subject_of,
+    take_update,
     update_rate,
 )
-from deepnmt.extras.doctor.measures import HalfZeros, gradients, noise_change, update_change
+from deepnmt.extras.doctor.measures import HalfZeros, dependency, gradients, noise_change, update_change
 from deepnmt.extras.doctor.variants import alternatives
 from deepnmt.extras.doctor.verdict import Node, VerdictRule
 from deepnmt.model.admin_profile import AdminProfile
@@ -199,6 +200,8 @@ def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepa
     assert found["'optimizer.lr_factors={encoder: 0.1}'"].optimizer.lr_factors == {"encoder": 0.1}
     slow = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder: 0.3}"]))
     assert slow["'optimizer.lr_factors={encoder: 0.03}'"].optimizer.lr_factors == {"encoder": pytest.approx(0.03)}
+    parts = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder.layers: 0.5}"]))
+    assert "'optimizer.lr_factors={encoder: 0.1, encoder.layers: 0.05}'" in parts
 
 
 def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
@@ -219,12 +222,18 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
     ("schedule.name=step", "schedule.warmup=0", "schedule.step_update=2", "train.updates=100"),
     ("model.encoder.block=admin", "model.decoder.block=post_ln", "admin.profile=omegas.json"),
     ("model.encoder.block=dlcl", "model.encoder.history_window=2", "model.encoder.history_softmax=true",
-     "model.decoder.block=admin_closed_form", "model.decoder.output_change=constant")])
+     "model.decoder.block=admin_closed_form", "model.decoder.output_change=constant"),
+    ("model.encoder.block=pre_ln", "model.decoder.block=pre_ln", "model.tuned_at.encoder_layers=1"),
+    ("schedule.start=0.002",), ('optimizer.lr_factors={"*.ffn": 2.0}',),
+    ("schedule.name=wsd", "schedule.decay=12", "schedule.warmup=0")])
 def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
-    for line, offered in alternatives(recipe).items():
+    offers = alternatives(recipe)
+    assert any(line.startswith("'optimizer.lr_factors={encoder: 0.1") for line in offers)
+    for line, offered in offers.items():
         given = load_recipe(prepared / "recipe.yaml", [*overrides, *shlex.split(line)])
         assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
+        assert given.optimizer.lr_factors == offered.optimizer.lr_factors
         assert (given.model, given.schedule, given.batch, given.admin) == (
             offered.model, offered.schedule, offered.batch, offered.admin), line
 
@@ -305,6 +314,34 @@ def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
             assert sides[side].changes[-1] == known[side][0], kind
 
 
+def test_shallower_models_lack_the_layer_that_a_setting_names(prepared: Path) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml", ["train.guided_layer=2"])
+    subject = subject_for(recipe)
+    nothing = {"encoder": [0.0], "decoder": [0.0]}
+    assert growth(subject, nothing, nothing, gradients(subject.model, subject.batch))[1]["depths"] == [1.0, 2.0]
+
+
+def test_frozen_parts_are_examined_like_the_others(prepared: Path) -> None:
+    """The gradients of a part do not depend on what was trained before they were measured."""
+    norms = []
+    for frozen in ("[]", "[embeddings,encoder,decoder.layers.1]"):
+        subject = subject_for(load_recipe(prepared / "recipe.yaml", [f"train.freeze={frozen}"]))
+        model, batch = subject.model, subject.batch
+        update_change(model, batch, lambda: one_update(model, subject.recipe, batch))  # noqa: B023
+        norms.append(gradients(model, batch))
+    assert norms[0] == norms[1]
+
+
+def test_a_ramp_is_as_the_first_update_has_it(prepared: Path) -> None:
+    """An update that changes no weight then changes no output."""
+    ramps = ["model.encoder.ramp=100", "model.decoder.ramp=100"]
+    subject = subject_for(load_recipe(prepared / "recipe.yaml", ["optimizer.lr=1e-30", *ramps]))
+    model, batch = subject.model, subject.batch
+    changes, _ = update_change(model, batch, lambda: one_update(model, subject.recipe, batch))
+    assert changes == {"encoder": [0.0], "decoder": [0.0]}
+    assert max(row[-1] for row in dependency(model, batch, "encoder")[1:]) < 0.05
+
+
 def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
     """RAdam's first updates are plain momentum, and not scaled as its later ones are."""
     weights = []
@@ -332,6 +369,17 @@ def test_a_damaged_checkpoint_is_skipped(
     assert loss_scale(subject) == 512.0
     other = load_recipe(tmp_path, ["loss_scale.initial_power=4"])  # so the checkpoint's is not used
     assert subject_for(other, newest).scale is None
+
+
+def test_an_update_of_a_run_that_averages_its_weights(prepared: Path, tmp_path: Path) -> None:
+    """It moves the average that is examined, and not from there to the weights beside it."""
+    run = tmp_path / "run"
+    assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=4", "train.valid_bleu=false",
+                          "train.ema=0.9", ONE]) == 0
+    subject = subject_for(load_recipe(run), run / "checkpoints" / "update-00000004")
+    subject = replace(subject, recipe=with_settings(subject.recipe, {"optimizer.lr": 1e-30}))
+    changes, _ = update_change(subject.model, subject.batch, lambda: take_update(subject))
+    assert changes == {"encoder": [0.0], "decoder": [0.0]}
 
 
 def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:

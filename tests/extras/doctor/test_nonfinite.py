@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import small_models
+import small_text
 import tiny_run
 import torch
+import yaml
+from refusals import Refused
 
 from deepnmt import config
 from deepnmt.batch import Batch
+from deepnmt.cli import main
 from deepnmt.extras.doctor import nonfinite
 from deepnmt.extras.doctor.nonfinite import NonFinite, RankReport, advise, explain, first_non_finite
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
+from deepnmt.parallel.build import start_engine
+from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import StepStats
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.divergence import diverged
 from deepnmt.training.updates import LIMIT, DroppedUpdates
 
@@ -134,6 +141,28 @@ def test_advice(tmp_path: Path) -> None:
     assert "not enough memory left" in advise(RankReport("bf16", enough_memory=False), run)[0]
 
 
+def test_a_run_of_another_task_that_diverged(tmp_path: Path, refused: Refused) -> None:
+    small_text.write_texts(tmp_path)
+    recipe = tmp_path / "lm.yaml"
+    recipe.write_text(yaml.safe_dump(small_text.tree(tmp_path, optimizer={"lr": 1e36})), encoding="utf-8")
+    assert main("prepare", [str(recipe)]) == 0
+    assert "First non-finite in fp32: the output of decoder.layers.0." in refused("train", str(recipe))
+
+
+def test_it_recomputes_as_the_last_update_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what `model.encoder.ramp` leaves of the branches then."""
+    stack = {"block": "post_ln", "layers": 1}
+    shape: Any = {"encoder": {**stack, "ramp": 10}, "decoder": stack}
+    recipe, shares = tiny_run.recipe_of(tmp_path, model=shape), list[Any]()
+    engine = start_engine(recipe, layout_of(recipe, 1), (20, 20), Ranks.alone())
+    for _ in range(2):
+        engine.train_step([batch_of()], 10, 1e-3)
+    monkeypatch.setattr(nonfinite, "first_non_finite",
+                        lambda model, *_: shares.append(model.get_submodule("encoder.layers.0.rule").share))
+    explain(recipe, engine, Ranks.alone(), [batch_of()], 1.0, 1.0)
+    assert shares == [0.3]
+
+
 @pytest.mark.parametrize("failing", ["gather_model", "copy_weights"])
 def test_too_little_memory_for_the_check(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`gather_model` fails on all processes at once, so they need not communicate; `copy_weights` may fail on one."""
@@ -150,7 +179,8 @@ def test_too_little_memory_for_the_check(failing: str, tmp_path: Path, monkeypat
             return [data]
 
     module = new_model(recipe.model, 40, 40, 1).bfloat16()
-    engine: Any = SimpleNamespace(module=module, gather_model=lambda: module, scaler_state=lambda: None)
+    engine: Any = SimpleNamespace(module=module, gather_model=lambda: module, scaler_state=lambda: None,
+                                  build=lambda _: module, optimizer_step=0)
     if failing == "copy_weights":
         monkeypatch.setattr(nonfinite, failing, full)
     else:

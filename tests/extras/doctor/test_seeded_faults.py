@@ -21,7 +21,7 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.doctor.diagnose import Clock, Subject, examine, first_batch, judge, subject_of
 from deepnmt.extras.doctor.faults import wrong_sizes, wrong_training, wrong_wiring
 from deepnmt.extras.doctor.measures import HalfZeros, dependency
-from deepnmt.extras.doctor.page import summary
+from deepnmt.extras.doctor.page import summary, write_page
 from deepnmt.extras.doctor.verdict import SHIPPED, VerdictRule
 from deepnmt.model import loss, transformer
 from deepnmt.model.blocks import SIDES
@@ -92,8 +92,8 @@ def gain_of_ten(model: Transformer, _batch: Batch, _patch: pytest.MonkeyPatch) -
     (no_causal_mask, "causal mask: later target tokens change earlier outputs"),
     (no_padding_mask, "padding: what stands in the source's padding changes"),
     (padding_in_the_loss, "padding: the target's padding counts in the loss"),
-    (unscaled_embeddings, r"embeddings: at the encoder's input they have 0\.1\d where the positions have 0\.71"),
-    (embeddings_of_variance_one, "logits: before training they spread by"),
+    (unscaled_embeddings, r"embeddings: at the encoder's input words have 0\.1\d where the positions have 0\.71"),
+    (embeddings_of_variance_one, "logits: before training the logits spread by"),
     (gain_of_ten, "branches: in 4 of 4 sub-layers of the encoder the branch makes up more than 90 %"),
 ])
 def test_a_fault_is_named_before_training(
@@ -155,8 +155,9 @@ def test_a_fault_is_named_by_the_trial(seed: Callable[[Transformer], None], name
 
 
 @pytest.mark.usefixtures("short_trials")
-def test_an_examination_names_all_faults(prepared: Path) -> None:
-    """Two seeds of different kinds, in the findings and in the table for the terminal; at a rate 100 times too high."""
+def test_an_examination_names_all_faults(prepared: Path, tmp_path: Path) -> None:
+    """Two seeds of different kinds, in the findings, in the table for the terminal and at the head of the page; at a
+    rate 100 times too high."""
     subject = subject_for(prepared, *block_settings("post_ln"), "optimizer.lr=0.5", "train.clip=0")
     frozen_layer(subject.model)
     subject.model.decoder.input.scale = 1.0
@@ -166,6 +167,9 @@ def test_an_examination_names_all_faults(prepared: Path) -> None:
     [row] = [line for line in summary(found).splitlines() if line.startswith("faults ")]
     assert all(fault in row for fault in found["faults"])
     assert "rate is too high, or the warm-up too short" in row
+    head = write_page(found, tmp_path).read_text(encoding="utf-8").partition("<details")[0]
+    assert "At the decoder&#x27;s input words have 0.12" in head
+    assert " encoder.layers.1.ffn.fc1, encoder.layers.1.ffn.fc2 did not change in" in head
 
 
 def test_a_checkpoint_is_tested_for_what_training_does_not_change(
@@ -184,6 +188,13 @@ def test_a_loss_that_is_not_finite_is_named_with_its_update() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     assert wrong_training(model, before, [5.0, 4.0, math.nan], [1.0, 1.0, 1.0]) == [  # type: ignore[arg-type]
         "divergence: loss or gradient is not finite at update 3 of the trial"]
+
+
+def test_a_loss_of_other_sentences_is_no_rise() -> None:
+    model = nn.Linear(2, 2)
+    before = [parameter.detach() + 1 for parameter in model.parameters()]
+    for end, faults in ((6.19, 0), (6.3, 1)):
+        assert len(wrong_training(model, before, [6.15] + [end] * 10, [1.0] * 11)) == faults  # type: ignore[arg-type]
 
 
 # -- in the recipe -----------------------------------------------------------------------------------------------------

@@ -136,6 +136,15 @@ def test_a_trial_ends_by_its_updates_alone_and_keeps_its_last_checkpoint() -> No
     assert (trial.keep_last, trial.keep_best, trial.keep_every, trial.save_every) == (1, 0, 0, 200)
 
 
+def test_a_trial_has_its_share_of_all_that_the_recipe_counts_in_updates(recipe_file: Path) -> None:
+    changes: dict[str, Any] = {"train.updates": 1000, "optimizer.lr_factors": {"encoder": 0.2}, "schedule.warmup": 50,
+                               "optimizer.lr_factors_until": 250, "model.decoder.ramp": 30,
+                               "schedule.name": "inverse_sqrt_decay", "schedule.decay_period": 400}
+    recipe = read_recipe(recipe_file, changes)
+    trial = config.with_settings(recipe, deepnmt.extras.tune.trials._alone(recipe, 100, 1))
+    assert (trial.optimizer.lr_factors_until, trial.model.decoder.ramp, trial.schedule.decay_period) == (25, 3, 40)
+
+
 def test_the_source_decides_and_no_collapsed_run_with_a_lower_loss(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
