@@ -94,6 +94,7 @@ def verdict_runs(words: list[str]) -> None:
         "       train the missing ones\n"
         "fit    fits the verdict's rule on these runs, and tests it with texts, depths and blocks held out\n"
         "judge  reports how right a finished rule is on runs it was not fitted on, and draws a picture beside RUNS\n"
+        "learn  says how right a rule becomes as it learns from more of these runs\n"
         "toy    writes the toy task as a text into the folder RUNS\n"
         "again  trains every run of --of with another seed, and says how many end as before\n"
         "propose  draws runs of --of that failed, trains what the doctor rates highest instead, and appends a\n"
@@ -103,7 +104,7 @@ def verdict_runs(words: list[str]) -> None:
         "  python -m studies verdict-runs fit runs/verdict/runs.jsonl\n"
         "  python -m studies verdict-runs judge runs/verdict/fresh.jsonl --rule runs/verdict/verdict.json",
     )
-    parser.add_argument("action", choices=["run", "fit", "judge", "toy", "again", "propose"])
+    parser.add_argument("action", choices=["run", "fit", "judge", "learn", "toy", "again", "propose"])
     parser.add_argument("runs", type=Path, metavar="RUNS", help="file of runs, one line of JSON each")
     add_options(parser, BLOCKS, ("--depths", "N", int, [], "layers of a stack, drawn from these"),
                 ("--texts", "TEXT", str, [], "texts (default: multi30k tatoeba europarl toy)"),
@@ -139,6 +140,7 @@ def verdict_runs(words: list[str]) -> None:
         draw,
         fit_runs,
         judge_runs,
+        learn_runs,
         propose_all,
         run_again,
         run_all,
@@ -149,6 +151,8 @@ def verdict_runs(words: list[str]) -> None:
         print(fit_runs(args.runs, args.ship))
     elif args.action == "judge":
         print(judge_runs(args.runs, args.rule))
+    elif args.action == "learn":
+        print(learn_runs(args.runs))
     elif args.action == "toy":
         write_toy(args.runs)
     elif args.action == "again":

@@ -22,6 +22,7 @@ TREES, LEAST_RUNS, MOST_LEAVES = 80, 3, 40  # of the forest; examples and leaves
 POWERS = (1.0, 1.15, 1.3, 1.45, 1.6, 1.8)  # tried
 OLD = 0.3  # weight of a run whose trial lacks the figures of the source
 BINS = 5  # of the calibration error
+FOLDS, ORDERS = 10, 4  # of the learning curve: parts of the runs, and how often they are drawn anew
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,36 @@ def raised(tested: Judged, power: float) -> Judged:
         total = sum(value**power for value in probabilities.values())
         pairs.append(({name: value**power / total for name, value in probabilities.items()}, outcome))
     return Judged(pairs)
+
+
+def learning_curve(
+    runs: Sequence[Sequence[Example]], others: Sequence[Example], counts: Sequence[int]
+) -> list[list[Judged]]:
+    """How right a rule becomes as it learns from more runs. A tenth of the runs is predicted at a time, by a rule of
+    power 1 fitted on a count of the rest and on `others`.
+
+    Args:
+        runs: the examples of each run, the one of its end last.
+        others: examples that every rule is fitted on.
+
+    Returns:
+        For each count, `ORDERS` tests of all runs, in which these are drawn in another order; their pairs are in the
+        order of `runs`.
+    """
+    tests = []
+    for count in counts:
+        drawn = []
+        for order in range(ORDERS):
+            places = np.random.default_rng(order).permutation(len(runs))
+            predicted = {}
+            for fold in np.array_split(places, FOLDS):
+                rest = [place for place in places if place not in fold]
+                rule = fit([*others, *(example for place in rest[:count] for example in runs[place])])
+                for place in fold:
+                    predicted[place] = rule.probabilities(runs[place][-1].values)
+            drawn.append(Judged([(predicted[place], run[-1].outcome) for place, run in enumerate(runs)]))
+        tests.append(drawn)
+    return tests
 
 
 def kinds_of(examples: Sequence[Example]) -> list[str]:

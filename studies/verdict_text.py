@@ -49,7 +49,20 @@ from deepnmt.training.updates import updates
 from studies.plots import plot_reliability
 from studies.runs import Record, append_runs, read_runs
 from studies.toy_task import ToyTask
-from studies.verdict_fit import BINS, OLD, Example, Judged, choose, crossed, fit, kinds_of, raised, report
+from studies.verdict_fit import (
+    BINS,
+    FOLDS,
+    OLD,
+    Example,
+    Judged,
+    choose,
+    crossed,
+    fit,
+    kinds_of,
+    learning_curve,
+    raised,
+    report,
+)
 
 # By text: source and target language, and files of training and validation text in the folder `DEEPNMT_CORPORA`. How
 # they are made from what one downloads: studies/results/verdict.md.
@@ -63,6 +76,7 @@ TEXTS = {
 }
 KINDS = ("text", "depth", "block")  # of groups that are held out in turn
 _ANOTHER_SEED = 1000  # added to a run's; those that are drawn are lower
+_NEAR = (0.1, 0.4)  # nats of gain: a factor of two around the mark of "translates"
 _INTERVAL = 10  # updates per point of a curve: their mean loss
 _KEPT = ("seed", "batch", "model", "admin", "optimizer", "schedule")  # sections of a recipe in a line
 _RATES = {"good": (-2.7, -2.1), "any": (-3.3, -1.7), "wild": (-2.1, -1.3)}  # decimal logarithms, by kind of point
@@ -402,6 +416,39 @@ def fit_runs(file: Path, ship: bool) -> str:
     return "\n".join([f"{len(records)} runs, {len(examples)} measured outcomes, power {power}",
                       *(f"held out by {kind}: {report(tested)}\n{markdown_table(tested.table())}"
                         for kind, tested in held.items())])
+
+
+def learn_runs(file: Path) -> str:
+    """How right the rule becomes as it learns from more runs, tenfold, of those whose use of the source was measured: a
+    table; and how right the last row is on runs that end near the mark between two outcomes.
+
+    Raises:
+        UserError: there are too few such runs.
+    """
+    records = read_text_runs(file)
+    measured = [record for record in records if record["trial"].get("source")]
+    if len(measured) < 40:
+        raise UserError(f"{file} has {len(measured)} runs in which the use of the source was measured; a learning "
+                        "curve needs 40 or more, see studies/verdict_runs.jsonl")
+    others = [example for record in records if not record["trial"].get("source") for example in examples_of(record)]
+    most = len(measured) - math.ceil(len(measured) / FOLDS)
+    counts = [most * quarter // 4 for quarter in range(5)]
+    tests = learning_curve([examples_of(record) for record in measured], others, counts)
+    rows = [["runs learnt from", "right", "log loss"]]
+    for count, drawn in zip(counts, tests, strict=True):
+        right, loss = (fmean(getattr(tested, name) for tested in drawn) for name in ("accuracy", "log_loss"))
+        rows.append([str(count), f"{100 * right:.1f} %", f"{loss:.3f}"])
+    lines = [markdown_table(rows), ""]
+    ends = [record["marks"][-1] for record in measured]
+    near = [None not in (end["own"], end["shuffled"]) and _NEAR[0] < end["shuffled"] - end["own"] < _NEAR[1]
+            for end in ends]
+    for word, inside in (("between", True), ("not between", False)):
+        parts = [Judged([pair for pair, this in zip(tested.pairs, near, strict=True) if this == inside])
+                 for tested in tests[-1]]
+        if parts[0].pairs:
+            lines.append(f"right, of the {len(parts[0].pairs)} that end with a gain {word} {_NEAR[0]} and {_NEAR[1]} "
+                         f"nats: {100 * fmean(part.accuracy for part in parts):.1f} %")
+    return "\n".join(lines)
 
 
 def seen_in(records: Sequence[Record]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ BLOCKS = Choices({
     "t_fixup": BlockFacts(
         line="x ← x + F_i(x)", paper="Huang et al. 2020",
         norm_free=True, exported_as="pre_ln", learns_early=True, published=True,
-        advice="T-Fixup learns soonest from little text, see docs/guide/which_block.md",
+        advice="T-Fixup learns soonest from little text, see docs/guide/new_recipe.md",
         family=_FREE, start="v, out, fc1, fc2 (from 1) × 0.67·N^-1/4 or (9M)^-1/4; tables × (9N)^-1/4 or (9M)^-1/4",
         cost="K LNs fewer", claim="no warm-up; 27.71 at 18L-18L (Takase 2023)",
         seen="41.1 BLEU at 18L-18L to its end, the most of five blocks", take="little text"),

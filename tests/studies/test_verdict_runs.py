@@ -18,7 +18,7 @@ from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
 from deepnmt.extras.doctor.verdict import FEATURES, Trial, VerdictRule
-from studies import verdict_text
+from studies import verdict_fit, verdict_text
 from studies.verdict_fit import LEAST_RUNS, MOST_LEAVES, POWERS, TREES, Example, Judged, choose, crossed, fit, raised
 from studies.verdict_text import Choice, depth_group, draw, examples_of, fit_runs, judge_runs, key_hash, run_all
 
@@ -153,6 +153,31 @@ def test_fit_and_judge_files(tmp_path: Path, refused: Refused) -> None:
         "verdict-runs", "judge", tmp_path / "runs.jsonl", "--rule", tmp_path / "verdict.json")
     write_runs(tmp_path / "few.jsonl", 9)
     assert "few.jsonl has 9 runs; a rule needs 40 or more" in refused("verdict-runs", "fit", tmp_path / "few.jsonl")
+
+
+def test_a_rule_that_learns_from_more_runs_is_more_often_right(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs that every rule learns from know but one outcome, a third of those asked about."""
+    file = tmp_path / "runs.jsonl"
+    write_runs(file, 48)
+    assert "runs.jsonl has 0 runs in which the use of the source was measured; a learning curve needs 40" in refused(
+        "verdict-runs", "learn", file)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines[:42]:
+        line["trial"]["source"] = [{"update": 40, "source_gain": 0.0, "encoder_common": 0.5, "decoder_common": 0.5,
+                                    "cross_attention_entropy": 0.9}]
+    lines[2]["marks"][0]["shuffled"] = lines[2]["marks"][0]["own"] + 0.3  # near the mark
+    lines[42:] = [line for line in lines[42:] if line["marks"][0]["outcome"] == "stuck"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(verdict_fit, "ORDERS", 1)
+    table, text = verdict_text.learn_runs(file).split("\n\n")
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["0", "9", "18", "27", "37"]
+    assert rows[0][1] == "33.3 %" and rows[-1][1] == "100.0 %"
+    assert text.splitlines() == [
+        "right, of the 1 that end with a gain between 0.1 and 0.4 nats: 100.0 %",
+        "right, of the 41 that end with a gain not between 0.1 and 0.4 nats: 100.0 %"]
 
 
 def test_the_best_rated_alternative_of_runs_that_failed_is_trained(
