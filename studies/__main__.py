@@ -442,14 +442,18 @@ def collapse(words: list[str]) -> None:
         "python -m studies collapse recipes/multi30k/compare_18l-18l.yaml",
     )
     add_options(parser, ("--runs", "FILE", Path, None, "default: studies/collapse_runs.jsonl"),
-                ("--count", "N", int, 180, "number of runs (default: %(default)s)"), SECONDS,
+                ("--count", "N", int, 180, "number of runs (default: %(default)s)"),
+                ("--first", "N", int, 0, "number of the first of them (default: 0); from 180 on, runs also vary Adam's\n"
+                                         "ε, biases, initial weights and tying"), SECONDS,
                 ("--plot", "FILE", Path, None, "draw what the source is worth by the encoder's rate and block"))
     args, recipe = parse(parser, words)
     positive(args, "count")
+    if args.first < 0:
+        raise UserError(f"--first is {args.first}, must be 0 or more")
     from studies.collapse import plot, run_draws
 
     runs = args.runs or Path("studies/collapse_runs.jsonl")
-    print(run_draws(recipe, runs, args.count, args.seconds))
+    print(run_draws(recipe, runs, args.first, args.count, args.seconds))
     if args.plot:
         plot([record for _, record in read_numbered_log(runs)], args.plot)
 

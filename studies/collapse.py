@@ -41,7 +41,15 @@ LEVELS: dict[str, list[Any]] = {
     "clip": [0.0, 1.0],
     "smoothing": [0.0, 0.1],
 }
-LOGARITHMIC = ("layers", "width", "decoder_rate", "encoder_rate", "embedding_rate", "warmup", "accumulation")
+# What the draws from this number on vary besides; those before it have the first level.
+FURTHER_FROM = 180
+FURTHER: dict[str, list[Any]] = {
+    "epsilon": [1e-9, 1e-5],
+    "without_biases": [0, 1],
+    "depth_scaled": [0, 1],  # every initial matrix times layers^-1/2
+    "untied": [0, 1],  # a table each for source, target and output
+}
+LOGARITHMIC = ("layers", "width", "decoder_rate", "encoder_rate", "embedding_rate", "warmup", "accumulation", "epsilon")
 COLLAPSED = 0.9  # the common vector's share from which the encoder counts as collapsed
 
 
@@ -49,6 +57,8 @@ def draw(number: int) -> dict[str, Any]:
     """The settings of a run, the same for a number at all times. Blocks take turns, so that each has equally many."""
     drawn = random.Random(number)
     settings = {name: drawn.choice(levels) for name, levels in LEVELS.items()}
+    for name, levels in FURTHER.items():
+        settings[name] = drawn.choice(levels) if number >= FURTHER_FROM else levels[0]
     return settings | {"block": LEVELS["block"][number % len(LEVELS["block"])]}
 
 
@@ -56,19 +66,22 @@ def recipe_settings(drawn: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """The settings of a recipe for a draw."""
     rate = drawn["embedding_rate"]
     factors = {side: drawn[f"{side}_rate"] / rate for side in ("encoder", "decoder")}
+    init = "depth_scaled" if drawn["depth_scaled"] else "auto"
     stacks = {f"model.{side}.{name}": drawn[name] for side in factors for name in ("block", "layers")}
     return stacks | {
         "run": str(run), "seed": 1, "model.width": drawn["width"], "model.ffn": 2 * drawn["width"],
+        "model.encoder.init": init, "model.decoder.init": init, "model.tied": "none" if drawn["untied"] else "all",
         "optimizer.lr": rate, "optimizer.lr_factors": factors, "optimizer.betas": [0.9, drawn["beta2"]],
+        "optimizer.eps": drawn["epsilon"],
         "schedule.name": "constant", "schedule.warmup": drawn["warmup"], "batch.accumulation": drawn["accumulation"],
         "train.updates": UPDATES, "train.clip": drawn["clip"], "train.label_smoothing": drawn["smoothing"],
         "train.validate_every": UPDATES // 3, "train.save_every": UPDATES, "train.log_every": 50,
-        "train.valid_bleu": False,
+        "train.valid_bleu": False, "train.freeze": ["*bias"] if drawn["without_biases"] else [],
     }
 
 
-def run_draws(recipe: Recipe, records: Path, count: int, seconds: float) -> str:
-    """Trains the missing ones of the first `count` draws until the time is over; returns what the runs say.
+def run_draws(recipe: Recipe, records: Path, first: int, count: int, seconds: float) -> str:
+    """Trains the missing ones of `count` draws until the time is over; returns what all runs of the file say.
 
     Args:
         records: file of JSON lines, to which every run is added.
@@ -81,7 +94,7 @@ def run_draws(recipe: Recipe, records: Path, count: int, seconds: float) -> str:
     done: list[Record] = [record for _, record in read_numbered_log(records)] if records.exists() else []
     numbers = {record["number"] for record in done}
     started = time.monotonic()
-    for number in range(count):
+    for number in range(first, first + count):
         if number in numbers:
             continue
         if time.monotonic() - started > seconds:
@@ -122,9 +135,9 @@ def report(records: Sequence[Record]) -> str:
     lines = [f"{len(ended)} runs ended of {len(records)}; "
              f"{sum(record['cpu_seconds'] for record in records) / 3600:.2f} CPU hours", "",
              "| setting | level | runs | collapsed | common | gain |", "|---|---|---|---|---|---|"]
-    for name, levels in LEVELS.items():
+    for name, levels in (LEVELS | FURTHER).items():
         for level in dict.fromkeys(levels):
-            group = [last[record["number"]] for record in ended if record["drawn"][name] == level]
+            group = [last[record["number"]] for record in ended if _level(record, name) == level]
             if group:
                 collapsed = sum(end["encoder_common"] > COLLAPSED for end in group)
                 lines.append(f"| {name} | {level} | {len(group)} | {100 * collapsed / len(group):.0f} % | "
@@ -137,6 +150,11 @@ def report(records: Sequence[Record]) -> str:
               "", "| rates | R² |", "|---|---|"]
     lines += [f"| {name} | {share:.2f} |" for name, share in explained(ended).items()]
     return "\n".join(lines)
+
+
+def _level(record: Record, name: str) -> Any:
+    """The level that a run has of a setting; the oldest runs do not record the first of those that vary later."""
+    return record["drawn"].get(name, FURTHER[name][0] if name in FURTHER else None)
 
 
 def explained(records: Sequence[Record]) -> dict[str, float]:
@@ -169,15 +187,15 @@ def effects(records: Sequence[Record]) -> list[tuple[str, float, float]]:
     by an indicator against `admin`.
     """
     names, columns = ["intercept"], [np.ones(len(records))]
-    for name, levels in LEVELS.items():
-        values = [record["drawn"][name] for record in records]
+    for name, levels in (LEVELS | FURTHER).items():
+        values = [_level(record, name) for record in records]
         if name == "block":
             for block in levels:
                 if block != "admin":
                     names.append(f"{block} in place of admin")
                     columns.append(np.array([float(value == block) for value in values]))
             continue
-        if len(set(levels)) == 1:
+        if len(set(values)) == 1:
             continue  # nothing to compare
         scale = math.log if name in LOGARITHMIC else float
         low, high = scale(min(levels)), scale(max(levels))

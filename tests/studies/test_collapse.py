@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import deepnmt
 import studies.collapse as collapse
 from deepnmt.config import load_recipe
 
@@ -16,6 +17,10 @@ def test_draws_stay_and_cover_every_level() -> None:
     drawn = [collapse.draw(number) for number in range(120)]
     for name, levels in collapse.LEVELS.items():
         assert {settings[name] for settings in drawn} == set(levels)
+    further = [collapse.draw(number) for number in range(collapse.FURTHER_FROM, collapse.FURTHER_FROM + 60)]
+    for name, levels in collapse.FURTHER.items():
+        assert {settings[name] for settings in drawn} == {levels[0]}
+        assert {settings[name] for settings in further} == set(levels)
     assert sum(settings["block"] == "admin" for settings in drawn) == 20
 
 
@@ -23,13 +28,26 @@ def test_a_run_is_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(collapse, "UPDATES", 3)
     monkeypatch.setattr(collapse, "LEVELS", collapse.LEVELS | {"warmup": [1], "layers": [1], "width": [16]})
     recipe = load_recipe(prepared / "recipe.yaml")
-    collapse.run_draws(recipe, tmp_path / "runs.jsonl", 1, 600)
+    collapse.run_draws(recipe, tmp_path / "runs.jsonl", 0, 1, 600)
     first = (tmp_path / "runs.jsonl").read_text(encoding="utf-8")
-    text = collapse.run_draws(recipe, tmp_path / "runs.jsonl", 1, 600)
+    text = collapse.run_draws(recipe, tmp_path / "runs.jsonl", 0, 1, 600)
     assert (tmp_path / "runs.jsonl").read_text(encoding="utf-8") == first and len(first.splitlines()) == 1
     assert text.startswith("1 runs ended of 1") and "| block | post_ln | 1 |" in text
+    old = json.loads(first)
+    for name in collapse.FURTHER:
+        del old["drawn"][name]  # as in the oldest runs
+    assert collapse.report([old]) == text
     collapse.plot(json.loads(f"[{first}]"), tmp_path / "runs.png")
     assert (tmp_path / "runs.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("block", collapse.LEVELS["block"])
+def test_every_block_takes_the_further_settings(prepared: Path, block: str) -> None:
+    recipe = load_recipe(prepared / "recipe.yaml")
+    highest = {name: levels[-1] for name, levels in (collapse.LEVELS | collapse.FURTHER).items()} | {"block": block}
+    changed = deepnmt.api.read_recipe(recipe, collapse.recipe_settings(highest, prepared / "run"))
+    assert changed.model.tied == "none" and changed.model.encoder.init == "depth_scaled"
+    assert changed.optimizer.eps == 1e-5 and changed.train.freeze == ["*bias"]
 
 
 def test_the_fit_finds_what_was_planted() -> None:
