@@ -95,7 +95,8 @@ source() { :; }
 LONG = ("studies.papers.reproduce", "studies.benchmarks.layouts.compare_layouts",
         "studies.benchmarks.layouts.measure_idle", "studies.benchmarks.saves.measure_saves",
         "studies.verdict_text.run_all", "studies.verdict_text.propose_all", "studies.verdict_text.fit_runs",
-        "studies.verdict_text.judge_runs", "studies.verdict_text.learn_runs", "studies.benchmarks.gpu_report.gpu_report",
+        "studies.verdict_text.judge_runs", "studies.verdict_text.learn_runs",
+        "studies.benchmarks.gpu_report.gpu_report",
         "studies.collapse.run_draws", "studies.deep_blocks.measure_all",
         "studies.benchmarks.data_at_scale.made_up", "deepnmt.extras.demo.run.make_corpus",
         "deepnmt.extras.fetch.fetch.fetch_texts")
