@@ -160,8 +160,8 @@ def commit() -> str:
                           cwd=Path(__file__).parent).stdout.strip()
 
 
-def report(file: Path, picture: Path | None) -> str:
-    """The table of the arms in Markdown, in the order in which they came to an end, each compared with the first.
+def report(file: Path, picture: Path | None, beside: str | None) -> str:
+    """The table of the arms in Markdown, in the order in which they came to an end, each compared with one of them.
 
     A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the
     permutation test of `scores.difference_of_runs`.
@@ -169,19 +169,22 @@ def report(file: Path, picture: Path | None) -> str:
     Args:
         file: the records.
         picture: a PNG to write, with the validation perplexity of each arm's first seed.
+        beside: the arm that the others are compared with; None: the first.
 
     Raises:
-        UserError: there is no record.
+        UserError: there is no record, or none of that arm.
     """
     if not file.exists() or not file.stat().st_size:
         raise UserError(f"there is no file {file} with runs; train some first, without --report")
     arms: dict[str, list[Record]] = {}
     for _, record in read_numbered_log(file):
         arms.setdefault(record["arm"], []).append(record)
-    first, *_ = arms.values()
-    tests = list(first[0]["tests"])
+    beside = beside or next(iter(arms))
+    if beside not in arms:
+        raise UserError(f"--beside is {beside}, but {file} has {', '.join(arms)}")
+    tests = list(arms[beside][0]["tests"])
     rows = [["arm", "seeds", *(f"{test}: BLEU, chrF" for test in tests), "perplexity", "CPU hours", "commit",
-             *(f"{test}: BLEU beside the first, p" for test in tests)]]
+             *(f"{test}: BLEU beside {beside}, p" for test in tests)]]
     for name, runs in arms.items():
         row = [name, str(len(runs))]
         for test in tests:
@@ -191,7 +194,7 @@ def report(file: Path, picture: Path | None) -> str:
         row.append(hours(runs))
         row.append(", ".join(sorted({run["commit"] for run in runs})))
         for test in tests:
-            row.append("" if runs is first else compare(runs, first, test))
+            row.append("" if name == beside else compare(runs, arms[beside], test))
         rows.append(row)
     if picture:
         curves = {name: {point["update"]: point["perplexity"] for point in runs[0]["validations"][1:]}
