@@ -50,6 +50,9 @@ for line in lines:
 def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str) -> str:
     """The README.md of an exported model; its head is the metadata that Hugging Face reads."""
     data, model = loaded.recipe.data, loaded.recipe.model
+    run = recipe.run
+    if not loaded.folder.resolve().is_relative_to(Path(run).resolve()):  # --checkpoint names that of another run
+        run = loaded.recipe.run
     languages = list(dict.fromkeys((data.src_lang, data.trg_lang)))
     library = {"huggingface": "transformers"}.get(to, to)
     stacks = " and ".join(f"{model.stack(side).layers} {side} layers ({model.stack(side).block})"
@@ -60,7 +63,7 @@ def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licen
     return "\n".join([
         "---", f"license: {yaml_line(licence)}", "language:", *(f"- {yaml_line(name)}" for name in languages),
         f"library_name: {library}", "pipeline_tag: translation", "tags:", "- translation", "- deepnmt", "---", "",
-        f"# {Path(recipe.run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
+        f"# {Path(run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
         f"A translation Transformer of width {model.width} with {stacks}, trained for {loaded.state.update:,} updates "
         f"with deepnmt {__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",
         "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",

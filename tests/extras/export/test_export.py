@@ -168,12 +168,16 @@ print(json.dumps(translations))
 
 
 def test_the_card_of_a_norwegian_model(tmp_path: Path) -> None:
-    """YAML takes `no` for false. The languages are those of the model, whatever run it is exported into."""
+    """YAML takes `no` for false. Languages and name are those of the model, whatever run it is exported into."""
     other = loaded_of(config.Model(width=16, heads=2, ffn=32), tmp_path)
-    loaded = replace(other, recipe=config.with_settings(other.recipe, {"data.trg_lang": "no"}))
+    loaded = replace(other, recipe=config.with_settings(other.recipe, {"data.trg_lang": "no", "run": "runs/nordic"}))
     card = model_card("onnx", loaded, other.recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "mine: #1")
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["language"], head["license"]) == ([loaded.recipe.data.src_lang, "no"], "mine: #1")
+    assert f"\n# nordic: {loaded.recipe.data.src_lang} to no\n" in card
+    inside = replace(loaded, folder=Path(other.recipe.run) / "checkpoints" / "averaged")  # of a run that was renamed
+    card = model_card("onnx", inside, other.recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "")
+    assert f"\n# {Path(other.recipe.run).name}: " in card
 
 
 @pytest.mark.parametrize("to", list(LIBRARIES))
