@@ -47,8 +47,11 @@ for line in lines:
 }
 
 
-def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str) -> str:
-    """The README.md of an exported model; its head is the metadata that Hugging Face reads."""
+def model_card(
+    to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str, precision: str = "fp32"
+) -> str:
+    """The README.md of an exported model, whose weights have this precision and this proof; its head is the metadata
+    that Hugging Face reads."""
     data, model = loaded.recipe.data, loaded.recipe.model
     run = recipe.run
     if not loaded.folder.resolve().is_relative_to(Path(run).resolve()):  # --checkpoint names that of another run
@@ -67,7 +70,7 @@ def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licen
         f"A translation Transformer of width {model.width} with {stacks}, trained for {loaded.state.update:,} updates "
         f"with deepnmt {__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",
         "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",
-        f"Compared with deepnmt's own model: {proof.sentence()}.", "", "## Use", "",
+        f"Compared with deepnmt's own model, weights in {precision}: {proof.sentence()}.", "", "## Use", "",
         "`folder` is this folder, `lines` a list of sentences. deepnmt is not needed.", "", "```python",
         SCRIPTS[to].rstrip(), "```", "", "## Recipe", "", "```yaml", dump_recipe(loaded.recipe).rstrip(), "```", ""])
 

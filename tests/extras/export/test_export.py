@@ -267,6 +267,9 @@ def test_int8_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sizes[1] < 0.7 * sizes[0]
     facts = json.loads((tmp_path / "int8" / "deepnmt.json").read_text())
     assert facts["proof"]["int8"]["difference"] > facts["proof"]["fp32"]["difference"]
+    _, _, measured = said["int8"].splitlines()[1].partition("weights in int8: ")
+    assert f"Compared with deepnmt's own model, weights in int8: {measured}." in (
+        tmp_path / "int8" / "README.md").read_text()
     message = refused("export", run, "--to", "huggingface", "--output", tmp_path / "hf", "--precision", "int8")
     assert "--precision is int8, but --to huggingface writes fp32" in message
 
