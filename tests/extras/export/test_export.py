@@ -309,6 +309,10 @@ def test_the_backend_searches_as_deepnmt_does(
     nbest = model.translate_nbest(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
                                   max_ratio=0.5, max_extra=20, nbest=2)
     assert [line[0].text for line in nbest] == [line[0]["text"] for line in found["ctranslate2"] if line[0]["tokens"]]
+    for patience in (0.1, 1e308):  # CTranslate2 itself refuses these
+        found_two = model.translate_nbest(lines[:4], backend="ctranslate2", beam=4, finish="best", patience=patience,
+                                          nbest=2)
+        assert [len(line) for line in found_two] == [2] * 4
     assert len(model.translate(lines[:2], beam=1)) == 2  # deepnmt's own is as before
     assert main("evaluate", [str(run), backend, *search, "translate.max_extra=20", "--test",
                              f"mine={prepared}/text/test.en,{prepared}/text/test.de",
