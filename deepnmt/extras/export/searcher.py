@@ -78,8 +78,8 @@ class CTranslate2:
                 str(folder), device=device.type, device_index=device.index or 0, compute_type=FORMATS[precision],
                 inter_threads=1, intra_threads=torch.get_num_threads())
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"CTranslate2 cannot take {folder} in {precision}: {error}; export the run again, or set "
-                            "another translate.precision") from None
+            raise UserError(f"CTranslate2 cannot take {folder} in {precision}: {error}; export the run again, or give "
+                            "another precision (translate.precision, in deepnmt export --precision)") from None
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of each target token and of eos, for sources and targets without eos."""
