@@ -781,7 +781,7 @@ class Optimizer(Section):
     """Added to the denominator (not with sgd)."""
     momentum: Annotated[Rate, Fact.MOMENTS, Fact.SEEN] = 0.0
     """Momentum (with sgd and muon only; muon needs one, 0.95 in its paper)."""
-    weight_decay: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=1e9), Fact.SEEN] = 0.0
     """Weight decay: adamw, radamw and muon shrink the weights themselves, the others add it to the gradient."""
     decay_norms_and_biases: bool | None = None
     """Whether every parameter is decayed (true) or only matrices (false); required if `weight_decay` is above 0."""

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from deepnmt import config
 from deepnmt.config.plugins import Table
 
+# Of a rate. Whatever an optimizer divides it by, PyTorch can still put it into fp32, where it would raise else; and one
+# step of this size makes the model's next numbers overflow, as a larger one would.
+_LARGEST = 1e20
+
 
 class RunProgress(NamedTuple):
     """The current update (the first counts as `schedule.count_from`), the run's last one, passes over the training text
@@ -46,7 +50,7 @@ def set_rate(optimizer: Any, rate: float, risen: float = 0.0) -> None:
         risen: of `factors_risen`.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["factor"] * group["part"] ** -risen
+        group["lr"] = min(rate * group["factor"] * group["part"] ** -risen, _LARGEST)
 
 
 def factors_risen(settings: config.Optimizer, update: int) -> float:

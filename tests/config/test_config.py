@@ -258,6 +258,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["schedule: start (1e-07) needs a warm-up, but warmup is 0; remove start"]),
     ({"schedule": {"name": "inverse_sqrt_decay", "decay_period": 0}},
      ["schedule.decay_period: is 0, must be greater than or equal to 1"]),
+    ({"optimizer": {"weight_decay": 1e39, "decay_norms_and_biases": True}},  # PyTorch would raise in the first update
+     ["optimizer.weight_decay: is 1e+39, must be less than or equal to 1000000000"]),
     ({"train": {"updates": 10, "r_drop": -1.0}}, ["train.r_drop: is -1.0, must be greater than or equal to 0"]),
     ({"train": {"updates": 10, "r_drop": 5.0}, "model__dropout": 0.0},
      ["train.r_drop (5) has no effect because model.dropout and all other dropout is 0; set train.r_drop to 0, or a "

@@ -358,6 +358,15 @@ def test_sgd_is_the_sum_of_gradients() -> None:
     assert set(saved) == {f"{key}.momentum_buffer" for key in weights}
 
 
+@pytest.mark.parametrize("settings", [
+    {"name": "adam", "betas": [0.9999, 0.98]}, {"name": "radamw"}, {"name": "sgd"}, {"name": "muon", "momentum": 0.9}])
+def test_a_rate_beyond_fp32_overflows_the_weights(settings: dict[str, object]) -> None:
+    """So that the run ends as one that has diverged, where PyTorch alone would raise."""
+    engine = engine_of({**settings, "lr_factors": {"encoder": 1e300}})
+    applied = [engine.train_step([micro_batch(1)], 10, 1e300).applied for _ in range(12)]
+    assert applied[0] and not applied[-1]
+
+
 @pytest.mark.parametrize("name", ["adam", "radam", "sgd"])
 def test_the_running_average_begins_with_the_initial_weights(name: Name) -> None:
     """Of an optimizer alone, which no engine has filled: average <- 0.7 average + 0.3 weights from the first step on,

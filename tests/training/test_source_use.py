@@ -136,6 +136,11 @@ def test_a_planted_collapse_and_what_is_said_of_it(recipe: Recipe, data: Prepare
                            ({"encoder.layers": 0.5, "*.ffn": 2.0}, 'encoder: 0.1, encoder.layers: 0.05, "*.ffn": 2')):
         slow = with_settings(made, {"optimizer.lr_factors": factors})  # where several match, the last counts
         assert f"'optimizer.lr_factors={{{words}}}'" in str(collapse_note(slow, 100, found))
+    risen = with_settings(made, {"optimizer.lr_factors": {"encoder": 0.2}, "optimizer.lr_factors_until": 50})
+    for update, words in ((50, ": 'optimizer.lr_factors={encoder: 0.02}' ("),
+                          (51, ", and for longer: 'optimizer.lr_factors={encoder: 0.02}' "
+                               "optimizer.lr_factors_until=100 (")):
+        assert f"lower its learning rate alone{words}docs/guide" in str(collapse_note(risen, update, found))
 
 
 @pytest.mark.parametrize(("gain", "common", "collapsed"), [

@@ -45,6 +45,7 @@ from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import LocalEngine
 from deepnmt.progress import show_progress
+from deepnmt.training.fine_tuning import check_parts
 
 LOG_PROBABILITIES = "log-probabilities"
 ALL_LOGITS = "logits of all tokens"  # not judged, see above
@@ -177,12 +178,14 @@ def check_coordinates(
     writes `coordinates.json` and `coordinates.png`, and returns a table.
 
     Raises:
-        UserError: the block, optimizer or another setting cannot carry over; the prepared data are missing.
+        UserError: the block, optimizer or another setting cannot carry over; the prepared data, or a part that the
+            recipe names, are missing.
     """
     widths, depths = sorted(set(widths)), sorted(set(depths))
     smallest = Size(widths[0], depths[0], depths[0])
     sizes = {"width": [Size(width, depths[0], depths[0]) for width in widths],
              "depth": [Size(widths[0], depth, depth) for depth in depths]}
+    check_parts(recipe)
     at_size(recipe, smallest, smallest)  # refuses early
     data = open_prepared(recipe)
     source, target = data.vocabs()

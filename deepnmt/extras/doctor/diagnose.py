@@ -78,6 +78,7 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 from deepnmt.tasks.translation.collapse import collapse_note
 from deepnmt.tasks.translation.source_use import measure_source_use
+from deepnmt.training.fine_tuning import check_parts
 from deepnmt.training.profile import profile_for
 
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
@@ -160,7 +161,8 @@ def diagnose(
         The table for the terminal.
 
     Raises:
-        UserError: the prepared data, the checkpoint or the rule is missing, or the folder cannot be written.
+        UserError: the prepared data, the checkpoint, the rule or a part that the recipe names is missing, or the folder
+            cannot be written.
     """
     verdict_rule = None
     if checkpoint is None and (rule is not None or SHIPPED.is_file()):
@@ -172,6 +174,8 @@ def diagnose(
     if checkpoint is None and trained:
         raise UserError(f"train.init_from is {trained}, so the run does not begin with fresh weights; diagnose that "
                         f"model with --checkpoint {trained}, or a fresh one with train.init_from=null train.grow=null")
+    if checkpoint is None:
+        check_parts(recipe)
     clock = Clock(seconds)
     clock.show("the first batch and the initial weights" if checkpoint is None else "the weights")
     data = open_prepared(recipe, texts=checkpoint is None)

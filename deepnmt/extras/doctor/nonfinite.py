@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import BLOCKS
 from deepnmt.extras.doctor.probes import hooks
 from deepnmt.model.blocks import set_clock
@@ -175,11 +175,23 @@ def advise(report: RankReport, recipe: Recipe) -> list[str]:
             f"(now {recipe.schedule.warmup}) or train.clip (now {recipe.train.clip:g}; 0: no clipping)")
     if report.kind == "fp16" and report.tensor is not None and report.fp32 is None:
         return [where, f"Try parallel.precision=bf16 or fp32, or {rate}."]
-    deep = ", ".join(sorted(BLOCKS.where(lambda block: block.made_for_depth)))
-    unstable = recipe.model.encoder.facts.unstable_deep or recipe.model.decoder.facts.unstable_deep
-    if unstable:
-        rate += f", or, in a new run, a block made for depth ({deep})"
+    deep = [block for block in BLOCKS.where(lambda block: block.made_for_depth) if _can_have(recipe, block)]
+    if deep and any(recipe.model.stack(side).facts.unstable_deep for side in recipe.model.sides):
+        rate += f", or, in a new run, a block made for depth ({', '.join(sorted(deep))})"
     return [where, f"Try {rate}. If the first updates failed already, check the data."]
+
+
+def _can_have(recipe: Recipe, block: str) -> bool:
+    """Whether another run may have this block: the task and the other settings allow it, and it begins anew."""
+    changes: dict[str, Any] = {}
+    for side in recipe.model.sides:
+        for name, value in recipe.model.stack(side).changes_for(block).items():
+            changes[f"model.{side}.{name}"] = value
+    try:
+        with_settings(recipe, changes)
+    except ValueError:
+        return False
+    return recipe.train.init_from is None
 
 
 def copy_weights(model: nn.Module, source: nn.Module) -> None:

@@ -12,11 +12,13 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.config import Admin, Model, Recipe, choices, with_settings
 from deepnmt.config.choices import facts_of
+from deepnmt.errors import UserError
 from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.tasks.translation.collapse import quoted, slower
+from deepnmt.training.fine_tuning import check_parts
 
 _LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
 _SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # factors of parts, which keep an encoder from collapsing
@@ -75,11 +77,12 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
             changes.append(settings | remeasured)
         return changes
 
-    slow = []
-    for factors in _SLOW:
+    slow, frozen = [], recipe.train.freeze
+    for factors in _SLOW if "encoder" not in frozen else ():
         lr_factors = optimizer.lr_factors
         for side, share in reversed(factors.items()):
-            lr_factors = slower(lr_factors, side, share)
+            if side not in frozen:
+                lr_factors = slower(lr_factors, side, share)
         slow.append({"optimizer.lr_factors": lr_factors})
     lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]
     early = with_blocks(choices.BLOCKS.where(lambda block: block.learns_early))
@@ -97,8 +100,11 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     variants = {}
     for settings in tried:
         words = shlex.join(f"{name}={_format(value)}" for name, value in settings.items())
-        with suppress(ValueError):  # another setting rules it out, as model.tuned_at does most blocks
-            variants[words] = with_settings(recipe, settings)
+        # Another setting rules it out, as model.tuned_at does most blocks, or names a part that this block lacks.
+        with suppress(ValueError, UserError):
+            variant = with_settings(recipe, settings)
+            check_parts(variant)
+            variants[words] = variant
     return variants
 
 

@@ -50,6 +50,9 @@ _OUTER = {
 }
 _INNER = {"self_attn.out": "attention.output.dense", "rule.norms.0": "attention.output.LayerNorm",
           "ffn.fc1": "intermediate.dense", "ffn.fc2": "output.dense", "rule.norms.1": "output.LayerNorm"}
+# Settings of the model, their names in config.json, and the values that transformers takes where it has none.
+_OTHERS = (("norm_eps", "layer_norm_eps", 1e-12), ("dropout", "hidden_dropout_prob", 0.1),
+           ("attention_dropout", "attention_probs_dropout_prob", 0.1), ("initial_std", "initializer_range", 0.02))
 _DROPPED = ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.decoder.", "bert.embeddings.position_ids")
 _SAMPLE = (4, 24)  # sequences and their length, on which the two are compared
 
@@ -221,7 +224,8 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
         sizes = {"width": int(config["hidden_size"]), "heads": int(config["num_attention_heads"]),
                  "ffn": int(config["intermediate_size"]), "max_length": int(config["max_position_embeddings"])}
         layers = int(config["num_hidden_layers"])
-    except (KeyError, TypeError, ValueError) as error:
+        others = {ours: float(config.get(theirs, default)) for ours, theirs, default in _OTHERS}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{folder}/config.json has no number for {error}, as that of a BERT model has") from None
     activation = str(config.get("hidden_act"))
     if activation == "swish":
@@ -237,8 +241,8 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
         "data": {"folder": f"data/{run.name}", "train": ["train.txt"], "valid": ["valid.txt"],
                  "length": min(128, sizes["max_length"])},
         "vocab": {"model": str(run), "kind": Vocabulary(vocab).kind},
-        "model": {**sizes, "activation": activation, "norm_eps": float(config.get("layer_norm_eps", 1e-12)),
-                  "encoder": {"block": "post_ln", "layers": layers}, "decoder": None},
+        "model": {**sizes, **others, "activation": activation, "encoder": {"block": "post_ln", "layers": layers},
+                  "decoder": None},
         "train": {"updates": 1},
     }, f"the model in {folder}")
     assert isinstance(recipe, EncoderRecipe)

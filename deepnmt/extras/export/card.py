@@ -47,9 +47,15 @@ for line in lines:
 }
 
 
-def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str) -> str:
-    """The README.md of an exported model; its head is the metadata that Hugging Face reads."""
+def model_card(
+    to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str, precision: str = "fp32"
+) -> str:
+    """The README.md of an exported model, whose weights have this precision and this proof; its head is the metadata
+    that Hugging Face reads."""
     data, model = loaded.recipe.data, loaded.recipe.model
+    run = recipe.run
+    if not loaded.folder.resolve().is_relative_to(Path(run).resolve()):  # --checkpoint names that of another run
+        run = loaded.recipe.run
     languages = list(dict.fromkeys((data.src_lang, data.trg_lang)))
     library = {"huggingface": "transformers"}.get(to, to)
     stacks = " and ".join(f"{model.stack(side).layers} {side} layers ({model.stack(side).block})"
@@ -60,11 +66,11 @@ def model_card(to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licen
     return "\n".join([
         "---", f"license: {yaml_line(licence)}", "language:", *(f"- {yaml_line(name)}" for name in languages),
         f"library_name: {library}", "pipeline_tag: translation", "tags:", "- translation", "- deepnmt", "---", "",
-        f"# {Path(recipe.run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
+        f"# {Path(run).resolve().name}: {data.src_lang} to {data.trg_lang}", "",
         f"A translation Transformer of width {model.width} with {stacks}, trained for {loaded.state.update:,} updates "
         f"with deepnmt {__version__}.", "", f"Licence: {licence}.", "", "## Scores", "",
         "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",
-        f"Compared with deepnmt's own model: {proof.sentence()}.", "", "## Use", "",
+        f"Compared with deepnmt's own model, weights in {precision}: {proof.sentence()}.", "", "## Use", "",
         "`folder` is this folder, `lines` a list of sentences. deepnmt is not needed.", "", "```python",
         SCRIPTS[to].rstrip(), "```", "", "## Recipe", "", "```yaml", dump_recipe(loaded.recipe).rstrip(), "```", ""])
 

@@ -63,6 +63,8 @@ class Marian(BaseModel):
     decoder_start_token_id: Id
     activation_function: str = "relu"
     dropout: float = 0.1
+    attention_dropout: float = 0.0
+    activation_dropout: float = 0.0
     scale_embedding: bool = False
     normalize_before: bool = False
     normalize_embedding: bool = False
@@ -92,6 +94,9 @@ class Fairseq(BaseModel):
     max_target_positions: Count | None = None
     activation_fn: str | None = None
     dropout: float | None = None
+    attention_dropout: float | None = None
+    activation_dropout: float | None = None
+    relu_dropout: float | None = None  # its name before
     source_lang: Lang | None = None
     target_lang: Lang | None = None
 
@@ -320,8 +325,9 @@ def _marian(folder: Path) -> Foreign:
         "decoder": {"block": "post_ln", "layers": config.decoder_layers, "heads": config.decoder_attention_heads,
                     "ffn": config.decoder_ffn_dim}}
     shapes = {"width": config.d_model, "heads": config.encoder_attention_heads,
-              "activation": _activation(config.activation_function), "dropout": config.dropout, "tied": "none",
-              "max_length": config.max_position_embeddings, **stacks}
+              "activation": _activation(config.activation_function), "dropout": config.dropout,
+              "attention_dropout": config.attention_dropout, "activation_dropout": config.activation_dropout,
+              "tied": "none", "max_length": config.max_position_embeddings, **stacks}
     return Foreign(weights, shapes, (vocabs[0], vocabs[1]), (rows[0], rows[1]), (out, bias[rows[1]]),
                    (tokenizer.source_lang or "src", tokenizer.target_lang or "trg"))
 
@@ -381,6 +387,8 @@ def _fairseq(folder: Path) -> Foreign:
                     "ffn": settings.decoder_ffn_embed_dim, "width": settings.decoder_embed_dim}}
     shapes = {"width": settings.encoder_embed_dim, "heads": settings.encoder_attention_heads, "positions": "fairseq",
               "activation": _activation(settings.activation_fn or "relu"), "dropout": settings.dropout or 0.0,
+              "attention_dropout": settings.attention_dropout or 0.0,
+              "activation_dropout": settings.activation_dropout or settings.relu_dropout or 0.0,
               "tied": "none", "max_length": min(settings.max_source_positions or 1024,
                                                 settings.max_target_positions or 1024), **stacks}
     return Foreign(weights, shapes, (vocabs[0], vocabs[1]), (rows[0], rows[1]),

@@ -111,16 +111,17 @@ def export_run(
         if precision != "fp32":
             for file in temporary.iterdir():
                 file.unlink()
-            narrow = write_and_compare(temporary, precision)
-            report.append(f"weights in {precision}: {narrow.sentence()}")
-            proofs[precision] = narrow.as_json()
+            proof = write_and_compare(temporary, precision)
+            report.append(f"weights in {precision}: {proof.sentence()}")
+            proofs[precision] = proof.as_json()
         facts = {"format": to, "precision": precision, "checkpoint": str(source), "weights": weights_of(source),
                  "update": loaded.state.update, "proof": proofs}
         with folders.reporting(place, KIND):
             for name, vocab in zip(target.vocabularies, loaded.vocabs):
                 (temporary / name).write_bytes(vocab.bytes)
             (temporary / "recipe.yaml").write_text(dump_recipe(loaded.recipe), encoding="utf-8")
-            (temporary / CARD).write_text(model_card(to, loaded, recipe, proof, licence), encoding="utf-8")
+            (temporary / CARD).write_text(model_card(to, loaded, recipe, proof, licence, precision),
+                                         encoding="utf-8")
         folders.publish(temporary, place, folders.entries_of(temporary, place, KIND), facts, KIND)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     return "\n".join([*report, f"{size:.1f} MiB"])

@@ -78,8 +78,8 @@ class CTranslate2:
                 str(folder), device=device.type, device_index=device.index or 0, compute_type=FORMATS[precision],
                 inter_threads=1, intra_threads=torch.get_num_threads())
         except (RuntimeError, ValueError) as error:
-            raise UserError(f"CTranslate2 cannot take {folder} in {precision}: {error}; export the run again, or set "
-                            "another translate.precision") from None
+            raise UserError(f"CTranslate2 cannot take {folder} in {precision}: {error}; export the run again, or give "
+                            "another precision (translate.precision, in deepnmt export --precision)") from None
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:
         """The log-probability of each target token and of eos, for sources and targets without eos."""
@@ -101,11 +101,14 @@ class CTranslate2:
             settings: method beam or greedy.
             barred: tokens that no hypothesis may contain, besides bos.
         """
+        beam = settings.beam if settings.method == "beam" else 1
+        # CTranslate2 refuses to end with fewer hypotheses than it returns, and what it cannot count.
+        patience = min(max(settings.patience or 1.0, settings.nbest / beam), 1e6)
         penalty = LengthPenalty(settings.length_penalty, settings.alpha)
         results = self._translator.translate_batch(
             [self._pieces(source[:-1]) for source in sources],
-            beam_size=settings.beam if settings.method == "beam" else 1,
-            patience=settings.patience or 1.0,
+            beam_size=beam,
+            patience=patience,
             num_hypotheses=settings.nbest,
             length_penalty=settings.alpha if settings.length_penalty == "average" else 0.0,
             min_decoding_length=min(settings.min_length, max(limits) - 1),

@@ -9,6 +9,7 @@ sequence over the logarithms of a box; later ones lie around the best so far, an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -99,6 +100,14 @@ def small_layers(recipe: Recipe) -> dict[Side, int]:
     """The layers of the copy on each side: a third of the recipe's, but two, or all that there are."""
     layers = {side: recipe.model.stack(side).layers for side in recipe.model.sides}
     return {side: min(count, max(LEAST_LAYERS, round(count / SHALLOW))) for side, count in layers.items()}
+
+
+def at_height(recipe: Recipe, part: str) -> str:
+    """The part of the copy for one of the recipe: a layer becomes the one at the same height."""
+    small = small_layers(recipe)
+    side = next((side for side in small if part.startswith(f"{side}.")), max(small, key=small.__getitem__))
+    layers = recipe.model.stack(side).layers
+    return re.sub(r"(?<=layers\.)\d+(?![^.])", lambda number: str(int(number[0]) * small[side] // layers), part)
 
 
 def tuned_at(recipe: Recipe) -> dict[str, int]:

@@ -76,7 +76,7 @@ class Trials:
         """
         base = self.recipe if deep else self.small
         recipe = read_recipe(base, {
-            **_alone(self.recipe, updates, self.processes), **settings_of(self.recipe, point, updates),
+            **_alone(self.recipe, updates, self.processes), **settings_of(base, point, updates),
             "seed": seed, "run": "trial"})
         key = hashlib.sha256(f"{json.dumps(recipe.model_dump())}{self.data}".encode()).hexdigest()[:16]
         cost = updates / self.budget.half * (layers_of(base) / layers_of(self.small))

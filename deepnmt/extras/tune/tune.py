@@ -18,6 +18,7 @@ from deepnmt.extras.tune.plan import (
     Budget,
     Point,
     anchors,
+    at_height,
     box_of,
     fitting,
     own_point,
@@ -67,7 +68,9 @@ def tune(
     if summary.is_file():
         written = json.loads(summary.read_text(encoding="utf-8")).get("written")
     file = file_to_write(origin, write, written, replace)
-    data = find_task(recipe.task).open(recipe, True)
+    task = find_task(recipe.task)
+    task.check(recipe)
+    data = task.open(recipe, True)
     make_run_folder(output)
     trials = Trials(recipe, small_copy(recipe), output, str(getattr(data, "fingerprint", "")), budget, processes)
     over = ""
@@ -105,7 +108,10 @@ def small_copy(recipe: Recipe) -> Recipe:
     layers = small_layers(recipe)
     if all(recipe.model.stack(side).layers == count for side, count in layers.items()):
         return recipe
+    factors, freeze = recipe.optimizer.lr_factors, recipe.train.freeze
     changes: dict[str, Any] = {f"model.{side}.layers": count for side, count in layers.items()}
+    changes["optimizer.lr_factors"] = {at_height(recipe, part): factor for part, factor in factors.items()}
+    changes["train.freeze"] = list(dict.fromkeys(at_height(recipe, part) for part in freeze))
     if getattr(recipe.train, "guided_layer", 0):
         changes["train.guided_layer"] = 0
     if recipe.admin.profile:

@@ -46,8 +46,10 @@ def classify_file(run: str | Path, source: str, target: str, device: torch.devic
         The scores as text, if asked for.
 
     Raises:
-        UserError: see `read_rows` and `segment`; or there is no such model.
+        UserError: see `read_rows` and `segment`; or there is no such model, or the two files are one.
     """
+    if all(Path(file).exists() for file in (source, target)) and Path(target).samefile(source):
+        raise UserError(f"output {target} is the input file itself; give another output file")
     model, trained, vocab = load_encoder(Path(run), lambda recipe, size: build_of(require_classifier(recipe), size))
     recipe = cast(ClassifyRecipe, trained)
     examples = segment(recipe, vocab, read_rows(recipe, [source], score), source)

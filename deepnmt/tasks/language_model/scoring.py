@@ -13,6 +13,7 @@ from deepnmt.checkpoint.checkpoint import require_model
 from deepnmt.config import Model, Recipe
 from deepnmt.data.text import read_lines
 from deepnmt.decode.formats import open_output
+from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, reporting, table, write_json
 from deepnmt.processes.ranks import Ranks
@@ -76,14 +77,14 @@ def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoin
     """Writes the log-probability of every line, each as a text of its own. The first rank does it.
 
     Raises:
-        UserError: a line is longer than the model can read.
+        UserError: a line is longer than the model can read, or the files cannot be used.
     """
     loaded = _load(recipe, checkpoint, ranks)
     if not ranks.first:
         return
-    target = None if output == "-" else Path(output)
-    if target is not None:
-        make_parent_folder(target)
+    if output != "-":
+        make_parent_folder(Path(output))
+    target = check_files([source], output, Ranks.alone())  # no other process reads or writes
     limit = loaded.recipe.model.max_length
     file = None if source == "-" else Path(source)
     lines = [line.strip() for line in read_lines(file)]

@@ -41,5 +41,8 @@ def collapse_note(recipe: Recipe, update: int, use: SourceUse) -> str | None:
         return None
     factors = slower(recipe.optimizer.lr_factors, "encoder", 0.1)
     setting = ", ".join(f"{quoted(part)}: {factor:g}" for part, factor in factors.items())
-    return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone: "
-            f"'optimizer.lr_factors={{{setting}}}' (docs/guide/when_a_run_fails.md)")
+    setting, longer, until = f"'optimizer.lr_factors={{{setting}}}'", "", recipe.optimizer.lr_factors_until
+    if 0 < until < update:  # it may have collapsed when its rate rose
+        setting, longer = f"{setting} optimizer.lr_factors_until={2 * until}", ", and for longer"
+    return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone{longer}: {setting} "
+            "(docs/guide/when_a_run_fails.md)")

@@ -204,6 +204,15 @@ def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepa
     assert "'optimizer.lr_factors={encoder: 0.1, encoder.layers: 0.05}'" in parts
 
 
+def test_no_rate_of_what_is_frozen_and_no_part_that_another_block_lacks_is_tried(prepared: Path) -> None:
+    for frozen, tried in (("encoder", []), ("decoder", ["{encoder: 0.1}", "{encoder: 0.05}"])):
+        found = alternatives(load_recipe(prepared / "recipe.yaml", [f"train.freeze=[{frozen}]"]))
+        assert [name for name in found if "lr_factors" in name] == [f"'optimizer.lr_factors={each}'" for each in tried]
+        assert "optimizer.lr=0.0005" in found
+    omega = alternatives(load_recipe(prepared / "recipe.yaml", ['optimizer.lr_factors={"*.omegas": 0.1}']))
+    assert omega and not any("block=" in name for name in omega)
+
+
 def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
     recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=post_ln", "model.decoder.block=pre_ln"])
     found = alternatives(recipe)
@@ -479,6 +488,8 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
         (f"diagnose --checkpoint {tmp_path}/none", "there is no folder"),
         ("diagnose --tokens 0", "--tokens is 0"),
         (f"diagnose --rule {tmp_path}/none.json", "none.json cannot be read"),
+        ("diagnose --minutes 0 optimizer.lr_factors.encodr=0.1", "optimizer.lr_factors names 'encodr', but no"),
+        ("diagnose --coordinates train.freeze=[encodr]", "train.freeze names 'encodr', but no parameter of the model"),
         ("diagnose --fresh", f"--fresh has no effect here because {recipe} is a recipe"),
         ("diagnose --processes 0", "--processes is 0, must be 1"),
         ("diagnose --minutes -1", "--minutes is -1, must be 0 or more; with 0 no other recipe is tried"),

@@ -141,6 +141,22 @@ def test_advice(tmp_path: Path) -> None:
     assert "not enough memory left" in advise(RankReport("bf16", enough_memory=False), run)[0]
 
 
+def test_blocks_that_are_advised_are_those_that_the_task_and_the_run_can_have(tmp_path: Path) -> None:
+    stack: Any = {"block": "post_ln", "layers": 2}
+    classifier: dict[str, Any] = {
+        "task": "classify", "run": "r", "train": {"updates": 9}, "vocab": {"model": "v"},
+        "data": {"train": "a", "valid": "b", "labels": ["a", "b"], "columns": {"text": 1, "label": 2}}}
+    for recipe, blocks in (
+        (tiny_run.recipe_of(tmp_path, model={"encoder": stack, "decoder": stack}), "admin, b2t, deepnorm, pre_ln"),
+        (small_text.recipe(tmp_path, model={"decoder": stack}), "admin, b2t, deepnorm, pre_ln"),
+        (config.check_recipe(classifier, ""), "b2t, deepnorm, pre_ln"),
+        (config.check_recipe(classifier | {"train": {"updates": 9, "init_from": "bert"}}, ""), ""),
+    ):
+        advice = advise(RankReport("fp32"), recipe)[1]
+        assert (f"in a new run, a block made for depth ({blocks})" in advice) == bool(blocks)
+        assert ("made for depth" in advice) == bool(blocks)
+
+
 def test_a_run_of_another_task_that_diverged(tmp_path: Path, refused: Refused) -> None:
     small_text.write_texts(tmp_path)
     recipe = tmp_path / "lm.yaml"

@@ -44,7 +44,8 @@ def write_run(run: Path, **model: Any) -> None:
 
 def test_export_and_import_are_inverse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The proof is printed; the folder imports into the same weights, vocabulary and model."""
-    write_run(tmp_path / "run", activation="silu", norm_eps=1e-6)
+    write_run(tmp_path / "run", activation="silu", norm_eps=1e-6, dropout=0.2, attention_dropout=0.0,
+              initial_std=0.01)
     assert main("export", [str(tmp_path / "run"), "--to", "bert"]) == 0
     said = capsys.readouterr().out
     facts = json.loads((tmp_path / "run" / "bert" / "deepnmt.json").read_text())

@@ -168,12 +168,16 @@ print(json.dumps(translations))
 
 
 def test_the_card_of_a_norwegian_model(tmp_path: Path) -> None:
-    """YAML takes `no` for false. The languages are those of the model, whatever run it is exported into."""
+    """YAML takes `no` for false. Languages and name are those of the model, whatever run it is exported into."""
     other = loaded_of(config.Model(width=16, heads=2, ffn=32), tmp_path)
-    loaded = replace(other, recipe=config.with_settings(other.recipe, {"data.trg_lang": "no"}))
+    loaded = replace(other, recipe=config.with_settings(other.recipe, {"data.trg_lang": "no", "run": "runs/nordic"}))
     card = model_card("onnx", loaded, other.recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "mine: #1")
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["language"], head["license"]) == ([loaded.recipe.data.src_lang, "no"], "mine: #1")
+    assert f"\n# nordic: {loaded.recipe.data.src_lang} to no\n" in card
+    inside = replace(loaded, folder=Path(other.recipe.run) / "checkpoints" / "averaged")  # of a run that was renamed
+    card = model_card("onnx", inside, other.recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "")
+    assert f"\n# {Path(other.recipe.run).name}: " in card
 
 
 @pytest.mark.parametrize("to", list(LIBRARIES))
@@ -263,6 +267,9 @@ def test_int8_is_said(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sizes[1] < 0.7 * sizes[0]
     facts = json.loads((tmp_path / "int8" / "deepnmt.json").read_text())
     assert facts["proof"]["int8"]["difference"] > facts["proof"]["fp32"]["difference"]
+    _, _, measured = said["int8"].splitlines()[1].partition("weights in int8: ")
+    assert f"Compared with deepnmt's own model, weights in int8: {measured}." in (
+        tmp_path / "int8" / "README.md").read_text()
     message = refused("export", run, "--to", "huggingface", "--output", tmp_path / "hf", "--precision", "int8")
     assert "--precision is int8, but --to huggingface writes fp32" in message
 
@@ -302,6 +309,10 @@ def test_the_backend_searches_as_deepnmt_does(
     nbest = model.translate_nbest(lines, backend="ctranslate2", beam=4, finish="best", patience=1.0, min_length=1,
                                   max_ratio=0.5, max_extra=20, nbest=2)
     assert [line[0].text for line in nbest] == [line[0]["text"] for line in found["ctranslate2"] if line[0]["tokens"]]
+    for patience in (0.1, 1e308):  # CTranslate2 itself refuses these
+        found_two = model.translate_nbest(lines[:4], backend="ctranslate2", beam=4, finish="best", patience=patience,
+                                          nbest=2)
+        assert [len(line) for line in found_two] == [2] * 4
     assert len(model.translate(lines[:2], beam=1)) == 2  # deepnmt's own is as before
     assert main("evaluate", [str(run), backend, *search, "translate.max_extra=20", "--test",
                              f"mine={prepared}/text/test.en,{prepared}/text/test.de",

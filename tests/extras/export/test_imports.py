@@ -45,8 +45,9 @@ def marian_folder(folder: Path, separate: bool = False) -> tuple[Any, tuple[dict
     config = transformers.MarianConfig(
         vocab_size=len(source), d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=20, activation_function="swish",
-        scale_embedding=True, max_position_embeddings=64, pad_token_id=source["<pad>"],
-        decoder_start_token_id=target["<pad>"], eos_token_id=0, tie_word_embeddings=not separate, **more)
+        attention_dropout=0.2, activation_dropout=0.3, scale_embedding=True, max_position_embeddings=64,
+        pad_token_id=source["<pad>"], decoder_start_token_id=target["<pad>"], eos_token_id=0,
+        tie_word_embeddings=not separate, **more)
     theirs = transformers.MarianMTModel(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -91,11 +92,13 @@ def test_marian_has_the_same_logits(separate: bool, tmp_path: Path, capsys: pyte
     assert len(compared) == len(ids[1]) - 1
     torch.testing.assert_close(logits[:, compared], wanted[:, [ids[1][known[i]] for i in compared]], rtol=0, atol=1e-5)
     assert loaded.recipe.data.src_lang == "de"
+    assert (loaded.recipe.model.attention_dropout, loaded.recipe.model.activation_dropout) == (0.2, 0.3)
 
 
 @pytest.mark.parametrize("pre", [False, True])
 def test_fairseq_has_the_same_logits(pre: bool, tmp_path: Path) -> None:
-    theirs, symbols = fairseq_folder(tmp_path / "fairseq", pre)
+    inside = "activation_dropout" if pre else "relu_dropout"
+    theirs, symbols = fairseq_folder(tmp_path / "fairseq", pre, **{"attention_dropout": 0.2, inside: 0.3})
     run = tmp_path / "run"
     assert main("import", [str(tmp_path / "fairseq"), str(run)]) == 0
     number = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, **{name: i for i, name in enumerate(symbols, start=4)}}
@@ -107,7 +110,9 @@ def test_fairseq_has_the_same_logits(pre: bool, tmp_path: Path) -> None:
     logits, known = ours(run, source, target)
     compared = [i for i, name in enumerate(known) if name != "<pad>"]
     torch.testing.assert_close(logits[:, compared], wanted[:, [number[known[i]] for i in compared]], rtol=0, atol=1e-5)
-    assert loaded.recipe.model.encoder.block == ("pre_ln" if pre else "post_ln")
+    model = loaded.recipe.model
+    assert model.encoder.block == ("pre_ln" if pre else "post_ln")
+    assert (model.dropout, model.attention_dropout, model.activation_dropout) == (0.1, 0.2, 0.3)
     best = tmp_path / "fairseq" / "checkpoint_best.pt"
     (tmp_path / "fairseq" / "checkpoint9.pt").write_bytes(b"older")
     for number, name in enumerate(("checkpoint10.pt", "checkpoint_last.pt")):  # without the best, the last

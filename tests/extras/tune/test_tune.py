@@ -301,6 +301,12 @@ def test_the_small_copy_and_large_updates(recipe_file: Path, monkeypatch: pytest
     deep = read_recipe(recipe_file, {"model.encoder.layers": 60, "model.decoder.layers": 12})
     small = small_copy(deep)
     assert (small.model.encoder.layers, small.model.decoder.layers) == (20, 4)
+    parts = {"encoder.layers.0": 0.5, "encoder.layers.59.ffn": 0.1, "*.layers.11": 0.2, "encoder.layers.3*": 2.0}
+    named = read_recipe(deep, {"optimizer.lr_factors": parts, "train.freeze": ["decoder.layers.0", "decoder.layers.1"]})
+    copy = small_copy(named)
+    assert copy.optimizer.lr_factors == {
+        "encoder.layers.0": 0.5, "encoder.layers.19.ffn": 0.1, "*.layers.3": 0.2, "encoder.layers.3*": 2.0}
+    assert copy.train.freeze == ["decoder.layers.0"]
     shallow = read_recipe(recipe_file, {"model.encoder.layers": 2, "model.decoder.layers": 1})
     assert small_copy(shallow) is shallow
     trained = pretend(monkeypatch, as_measured)
@@ -431,6 +437,7 @@ def test_a_task_without_a_source_goes_by_its_loss(
     ("--write {}/a.yaml --replace", "a.yaml cannot be written: Is a directory; set --write to a file"),
     ("train.init_from=runs/x", "train.init_from is runs/x, but tune trains smaller models from new weights"),
     ("data.folder=nowhere", "nowhere"),
+    ("optimizer.lr_factors.encodr=0.1", "optimizer.lr_factors names 'encodr', but no parameter of the model has a"),
 ])
 def test_mistakes(words: str, said: str, recipe_file: Path, refused: Refused) -> None:
     folder = recipe_file.parent

@@ -207,6 +207,8 @@ def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,
     assert shown.out == out.read_text() and "examples: accuracy" in shown.err
     (folder / "unlabelled.tsv").write_text("a b\tc d\n\tc\n", encoding="utf-8")
     out.unlink()
+    assert "unlabelled.tsv is the input file itself; give another output file" in refused(
+        "classify", whole, "--input", folder / "unlabelled.tsv", "--output", folder / "unlabelled.tsv")
     said = refused("classify", str(whole), "--input", folder / "unlabelled.tsv", "--output", out)
     assert "unlabelled.tsv, line 2: the text in column 1 is empty" in said and not out.exists()
 
