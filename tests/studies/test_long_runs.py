@@ -73,7 +73,7 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
     assert deep.split(" | ")[-1].startswith(f"{-gain:+.2f}, ") and wide.endswith("|  |")
     with pytest.raises(UserError, match="train some first"):
         report(tmp_path / "none.jsonl", None, None)
-    with pytest.raises(UserError, match="--beside is tall, but .*runs.jsonl has deep, wide"):
+    with pytest.raises(UserError, match=r"--beside is tall, but .*runs\.jsonl has deep, wide"):
         report(records, None, "tall")
 
 
