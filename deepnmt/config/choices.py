@@ -196,7 +196,7 @@ BLOCKS = Choices({
         advice="T-Fixup learns soonest from little text, see docs/guide/new_recipe.md",
         family=_FREE, start="v, out, fc1, fc2 (from 1) × 0.67·N^-1/4 or (9M)^-1/4; tables × (9N)^-1/4 or (9M)^-1/4",
         cost="K LNs fewer", claim="no warm-up; 27.71 at 18L-18L (Takase 2023)",
-        seen="41.1 BLEU at 18L-18L to its end, the most of five blocks", take="little text"),
+        seen="41.4 BLEU at 18L-18L to its end, the most of five blocks", take="little text"),
     "looks_linear": BlockFacts(
         line="as `post_ln`; FFN: fc2([f(h), f(−h)]), h = fc1(x) of width I/2", paper="Balduzzi et al. 2017",
         rewritable=True, published=True, gated=False, halves=True,
