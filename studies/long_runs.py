@@ -160,7 +160,7 @@ def commit() -> str:
                           cwd=Path(__file__).parent).stdout.strip()
 
 
-def report(file: Path, picture: Path | None, beside: str | None) -> str:
+def report(file: Path, picture: Path | None, beside: str | None = None) -> str:
     """The table of the arms in Markdown, in the order in which they came to an end, each compared with one of them.
 
     A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the

@@ -64,7 +64,7 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
         "validations": [{"update": 10, "perplexity": 6.0}],
         "tests": {"held_out": {"bleu": score, "chrf": 50.0, "counts": pack(of_run)}}}) + "\n"
         for arm, seed, of_run, score in runs))
-    header, _, deep, wide = report(records, None, None).splitlines()
+    header, _, deep, wide = report(records, None).splitlines()
     assert "held_out: BLEU" in header
     assert deep == "| deep | 2 | 30.5 ± 0.7, 50.0 ± 0.0 | 6.00 ± 0.00 | 1.50 ± 0.71 | abc |  |"
     gain = bleu(with_totals(better).sum(axis=0)) - bleu(with_totals(counts).sum(axis=0))
@@ -72,7 +72,7 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
     _, _, deep, wide = report(records, None, "wide").splitlines()
     assert deep.split(" | ")[-1].startswith(f"{-gain:+.2f}, ") and wide.endswith("|  |")
     with pytest.raises(UserError, match="train some first"):
-        report(tmp_path / "none.jsonl", None, None)
+        report(tmp_path / "none.jsonl", None)
     with pytest.raises(UserError, match=r"--beside is tall, but .*runs\.jsonl has deep, wide"):
         report(records, None, "tall")
 
