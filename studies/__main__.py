@@ -445,7 +445,8 @@ def collapse(words: list[str]) -> None:
     add_options(parser, ("--runs", "FILE", Path, None, "default: studies/collapse_runs.jsonl"),
                 ("--count", "N", int, 180, "number of runs (default: %(default)s)"),
                 ("--first", "N", int, 0, "number of the first of them (default: 0); from 180 on, runs also vary "
-                                         "Adam's ε, biases, initial weights and tying"), SECONDS,
+                                         "Adam's ε, biases, initial weights and tying; from 252 on they are pairs "
+                                         "that differ in the embeddings' initial size alone"), SECONDS,
                 ("--plot", "FILE", Path, None, "draw what the source is worth by the encoder's rate and block"))
     args, recipe = parse(parser, words)
     positive(args, "count")

@@ -14,8 +14,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -23,6 +24,7 @@ import deepnmt
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
+from deepnmt.model.blocks import Block
 from deepnmt.plots import COLOURS, GREY, LEGEND, panels, save
 from deepnmt.progress import print_status
 from studies.runs import Record, json_lines
@@ -49,12 +51,20 @@ FURTHER: dict[str, list[Any]] = {
     "depth_scaled": [0, 1],  # every initial matrix times layers^-1/2
     "untied": [0, 1],  # a table each for source, target and output
 }
+# The draws from this number on are pairs with equal settings, but for the initial size of the embeddings.
+PAIRS_FROM = 252
+EMBEDDING_SCALES = [1.0, 1 / 3]
 LOGARITHMIC = ("layers", "width", "decoder_rate", "encoder_rate", "embedding_rate", "warmup", "accumulation", "epsilon")
 COLLAPSED = 0.9  # the common vector's share from which the encoder counts as collapsed
 
 
 def draw(number: int) -> dict[str, Any]:
     """The settings of a run, the same for a number at all times. Blocks take turns, so that each has equally many."""
+    if number >= PAIRS_FROM:
+        pair = number // 2
+        blocks = [block for block in LEVELS["block"] if block != "t_fixup"]  # which has a scale of its own
+        return draw(pair) | {"block": blocks[pair % len(blocks)], "seed": 1 + pair % 3,
+                             "embedding_scale": EMBEDDING_SCALES[number % 2]}
     drawn = random.Random(number)
     settings = {name: drawn.choice(levels) for name, levels in LEVELS.items()}
     for name, levels in FURTHER.items():
@@ -69,7 +79,7 @@ def recipe_settings(drawn: Mapping[str, Any], run: Path) -> dict[str, Any]:
     init = "depth_scaled" if drawn["depth_scaled"] else "auto"
     stacks = {f"model.{side}.{name}": drawn[name] for side in factors for name in ("block", "layers")}
     return stacks | {
-        "run": str(run), "seed": 1, "model.width": drawn["width"], "model.ffn": 2 * drawn["width"],
+        "run": str(run), "seed": drawn.get("seed", 1), "model.width": drawn["width"], "model.ffn": 2 * drawn["width"],
         "model.encoder.init": init, "model.decoder.init": init, "model.tied": "none" if drawn["untied"] else "all",
         "optimizer.lr": rate, "optimizer.lr_factors": factors, "optimizer.betas": [0.9, drawn["beta2"]],
         "optimizer.eps": drawn["epsilon"],
@@ -112,7 +122,8 @@ def train_draw(recipe: Recipe, number: int) -> Record:
     folder = Path(tempfile.mkdtemp(prefix="collapse-"))
     try:
         try:
-            deepnmt.train(recipe, recipe_settings(drawn, folder / "run"))
+            with _scaled_embeddings(drawn.get("embedding_scale", 1.0)):
+                deepnmt.train(recipe, recipe_settings(drawn, folder / "run"))
         except UserError as fault:
             if not (folder / "run/log.jsonl").exists():
                 raise
@@ -125,14 +136,21 @@ def train_draw(recipe: Recipe, number: int) -> Record:
             "validations": [{name: record[name] for name in names if name in record} for record in log]}
 
 
+def _scaled_embeddings(scale: float) -> Any:
+    """While this context lasts, embeddings begin at `scale` times their size."""
+    return patch.object(Block, "embedding_gain", staticmethod(lambda position: scale))
+
+
 def report(records: Sequence[Record]) -> str:
     """Tables in Markdown: what each setting's levels came to, and the fit on all settings together."""
-    ended = [record for record in records if record["validations"]
-             and record["validations"][-1]["update"] == UPDATES and "encoder_common" in record["validations"][-1]]
+    finished = [record for record in records if record["validations"]
+                and record["validations"][-1]["update"] == UPDATES and "encoder_common" in record["validations"][-1]]
+    ended = [record for record in finished if record["number"] < PAIRS_FROM]
+    pairs = report_pairs(finished)
     if not ended:
-        return "no run has ended yet"
+        return pairs or "no run has ended yet"
     last = {record["number"]: record["validations"][-1] for record in ended}
-    lines = [f"{len(ended)} runs ended of {len(records)}; "
+    lines = [f"{len(finished)} runs ended of {len(records)}; "
              f"{sum(record['cpu_seconds'] for record in records) / 3600:.2f} CPU hours", "",
              "| setting | level | runs | collapsed | common | gain |", "|---|---|---|---|---|---|"]
     for name, levels in (LEVELS | FURTHER).items():
@@ -149,7 +167,20 @@ def report(records: Sequence[Record]) -> str:
     lines += ["", "The share of the variance that block, depth, width and batch explain, and with them the rates:",
               "", "| rates | R² |", "|---|---|"]
     lines += [f"| {name} | {share:.2f} |" for name, share in explained(ended).items()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", pairs] if pairs else lines)
+
+
+def report_pairs(records: Sequence[Record]) -> str:
+    """A sentence on what the smaller embeddings changed in the pairs of runs; empty if there is one pair or none."""
+    gains = {record["number"]: record["validations"][-1]["source_gain"] for record in records
+             if record["number"] >= PAIRS_FROM}
+    changes = [gains[number + 1] - gains[number] for number in sorted(gains)
+               if number % 2 == 0 and number + 1 in gains]
+    if len(changes) < 2:
+        return ""
+    error = stdev(changes) / math.sqrt(len(changes))
+    return (f"Embeddings that begin at a third of their size: {fmean(changes):+.2f} ± {error:.2f} nats of gain "
+            f"({len(changes)} pairs of runs)")
 
 
 def _level(record: Record, name: str) -> Any:

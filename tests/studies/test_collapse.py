@@ -41,6 +41,23 @@ def test_a_run_is_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "runs.png").stat().st_size > 10_000
 
 
+def test_pairs_differ_in_the_size_of_the_embeddings_alone(prepared: Path, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(collapse.PAIRS_FROM, collapse.PAIRS_FROM + 40, 2):
+        full, small = collapse.draw(number), collapse.draw(number + 1)
+        assert {name for name in full if full[name] != small[name]} == {"embedding_scale"}
+        assert full["block"] != "t_fixup"  # it scales them itself
+    monkeypatch.setattr(collapse, "UPDATES", 3)
+    monkeypatch.setattr(collapse, "LEVELS", collapse.LEVELS | {"warmup": [1], "layers": [1], "width": [16]})
+    runs = tmp_path / "runs.jsonl"
+    text = collapse.run_draws(load_recipe(prepared / "recipe.yaml"), runs, collapse.PAIRS_FROM, 4, 600)
+    records = [json.loads(line) for line in runs.read_text(encoding="utf-8").splitlines()]
+    ends = [record["validations"][-1]["perplexity"] for record in records]
+    assert ends[0] != ends[1] and ends[2] != ends[3]
+    assert text.startswith("Embeddings that begin at a third") and text.endswith("(2 pairs of runs)")
+    assert collapse.report([{**records[0], "number": 0}, *records]).endswith(f"\n\n{text}")
+
+
 @pytest.mark.parametrize("block", collapse.LEVELS["block"])
 def test_every_block_takes_the_further_settings(prepared: Path, block: str) -> None:
     recipe = load_recipe(prepared / "recipe.yaml")
