@@ -8,6 +8,7 @@ from deepnmt.config.load import (
     dump_recipe,
     flatten,
     load_recipe,
+    on_command_line,
     override,
     with_settings,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "dump_recipe",
     "flatten",
     "load_recipe",
+    "on_command_line",
     "override",
     "with_settings",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
 from itertools import takewhile
@@ -134,6 +135,23 @@ def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
         *groups, name = key.split(".")
         reduce(getitem, groups, tree)[name] = value.model_dump() if isinstance(value, BaseModel) else value
     return type(section).model_validate(tree)
+
+
+def on_command_line(settings: Mapping[str, Any]) -> str:
+    """Settings, by their dotted keys, as a user types them into a shell; numbers have three significant digits."""
+    return shlex.join(f"{name}={_in_one_word(value)}" for name, value in settings.items())
+
+
+def _in_one_word(value: Any) -> str:
+    """A value as the text behind `KEY=`. Keys with a `*` have double quotes, since a shell's are single ones."""
+    if value is None:
+        return "null"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        quoted = {f'"{key}"' if "*" in key else key: each for key, each in value.items()}
+        return "{" + ", ".join(f"{key}: {_in_one_word(each)}" for key, each in quoted.items()) + "}"
+    return str(value)
 
 
 class Change(NamedTuple):

@@ -122,8 +122,8 @@ def wrong_outputs(model: Transformer, batch: Batch) -> list[str]:
     if collapsed:
         remedy = "; the rate is too high, or the warm-up too short for this depth and block"
         if collapsed == ["encoder"]:
-            remedy = (", so there is no source to read; lower the encoder's learning rate alone, "
-                      "'optimizer.lr_factors={encoder: 0.1}'")
+            remedy = (", so there is no source to read; lower the encoder's learning rate alone, for "
+                      "a quarter of the updates: 'optimizer.lr_factors={encoder: 0.1}' and optimizer.lr_factors_until")
         return [f"collapse: the {' and the '.join(collapsed)} collapsed and put out nearly the same vector at every "
                 f"position{remedy}"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -10,18 +9,18 @@ from typing import Any
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Admin, Model, Recipe, choices, with_settings
+from deepnmt.config import Admin, Model, Recipe, choices, on_command_line, with_settings
 from deepnmt.config.choices import facts_of
 from deepnmt.errors import UserError
 from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
-from deepnmt.tasks.translation.collapse import quoted, slower
+from deepnmt.tasks.translation.collapse import slower, slower_encoder
 from deepnmt.training.fine_tuning import check_parts
 
 _LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
-_SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # factors of parts, which keep an encoder from collapsing
+_SLOWEST = {"encoder": 0.05, "decoder": 0.2}  # factors of parts, which keep an encoder from collapsing
 
 
 def fresh_model(
@@ -77,11 +76,12 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
             changes.append(settings | remeasured)
         return changes
 
-    slow, frozen = [], recipe.train.freeze
-    for factors in _SLOW if "encoder" not in frozen else ():
+    slow: list[dict[str, Any]] = []
+    if "encoder" not in recipe.train.freeze:
+        slow.append(slower_encoder(recipe))
         lr_factors = optimizer.lr_factors
-        for side, share in reversed(factors.items()):
-            if side not in frozen:
+        for side, share in reversed(_SLOWEST.items()):
+            if side not in recipe.train.freeze:
                 lr_factors = slower(lr_factors, side, share)
         slow.append({"optimizer.lr_factors": lr_factors})
     lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]
@@ -99,22 +99,9 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     tried += [{"optimizer.lr": optimizer.lr * factor} for factor in _HIGHER]
     variants = {}
     for settings in tried:
-        words = shlex.join(f"{name}={_format(value)}" for name, value in settings.items())
         # Another setting rules it out, as model.tuned_at does most blocks, or names a part that this block lacks.
         with suppress(ValueError, UserError):
             variant = with_settings(recipe, settings)
             check_parts(variant)
-            variants[words] = variant
+            variants[on_command_line(settings)] = variant
     return variants
-
-
-def _format(value: Any) -> str:
-    """A value as written on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, dict):
-        items = ", ".join(f"{quoted(key)}: {_format(each)}" for key, each in value.items())
-        return f"{{{items}}}"
-    return str(value)

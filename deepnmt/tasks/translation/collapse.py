@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, on_command_line
 from deepnmt.optim.groups import is_in
 from deepnmt.tasks.translation.source_use import GAIN, SourceUse
 
@@ -30,19 +31,22 @@ def slower(factors: Mapping[str, float], side: str, share: float) -> dict[str, f
     return {part: share * factor if is_in(side, part) else factor for part, factor in factors.items()}
 
 
-def quoted(part: str) -> str:
-    """A part as YAML has it, to which a `*` at the beginning means something else."""
-    return f'"{part}"' if "*" in part else part
+def slower_encoder(recipe: Recipe) -> dict[str, Any]:
+    """Settings with which an encoder that has collapsed learns at a tenth of its rate. A recipe without factors gets
+    them for a quarter of its updates: kept to the end they cost quality (studies/results/blocks.md)."""
+    optimizer = recipe.optimizer
+    settings: dict[str, Any] = {"optimizer.lr_factors": slower(optimizer.lr_factors, "encoder", 0.1)}
+    if not optimizer.lr_factors:
+        settings["optimizer.lr_factors_until"] = max(1, recipe.train.updates // 4)
+    return settings
 
 
 def collapse_note(recipe: Recipe, update: int, use: SourceUse) -> str | None:
     """A sentence with the setting to change if the encoder has collapsed by this update, else None."""
     if update < settled(recipe) or not has_collapsed(use):
         return None
-    factors = slower(recipe.optimizer.lr_factors, "encoder", 0.1)
-    setting = ", ".join(f"{quoted(part)}: {factor:g}" for part, factor in factors.items())
-    setting, longer, until = f"'optimizer.lr_factors={{{setting}}}'", "", recipe.optimizer.lr_factors_until
+    settings, longer, until = slower_encoder(recipe), "", recipe.optimizer.lr_factors_until
     if 0 < until < update:  # it may have collapsed when its rate rose
-        setting, longer = f"{setting} optimizer.lr_factors_until={2 * until}", ", and for longer"
-    return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone{longer}: {setting} "
-            "(docs/guide/when_a_run_fails.md)")
+        settings["optimizer.lr_factors_until"], longer = 2 * until, ", and for longer"
+    return (f"the encoder has collapsed: {use}; in a new run, lower its learning rate alone{longer}: "
+            f"{on_command_line(settings)} (docs/guide/when_a_run_fails.md)")

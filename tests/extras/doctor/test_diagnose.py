@@ -46,6 +46,7 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.training.profile import profile_for
 
 ONE = "parallel.threads=1"
+RISING = "'optimizer.lr_factors={encoder: 0.1}' optimizer.lr_factors_until=3"  # a quarter of the recipe's updates
 LAYOUTS = Path(__file__).parents[3] / "ds_configs"
 PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
 
@@ -136,8 +137,8 @@ def test_a_predicted_failure_rates_other_recipes(
     assert verdict["instead"]["train.updates=400"]["stuck"] == verdict["probabilities"]["stuck"]
     page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
     assert "<b>No: it will probably fail in fp16, because " in page and "<code>parallel.precision=bf16</code>" in page
-    assert {"'optimizer.lr_factors={encoder: 0.1}'", "schedule.warmup=4", "train.updates=120",
-            "model.encoder.block=pre_ln model.decoder.block=pre_ln",
+    assert {"'optimizer.lr_factors={encoder: 0.1}' optimizer.lr_factors_until=10", "schedule.warmup=4",
+            "train.updates=120", "model.encoder.block=pre_ln model.decoder.block=pre_ln",
             "model.encoder.init=depth_scaled model.decoder.init=depth_scaled"} <= verdict["instead"].keys()
     assert verdict["left out"] == []
 
@@ -188,16 +189,17 @@ def test_other_initial_weights_are_tried_only_if_they_differ(prepared: Path) -> 
 
 
 @pytest.mark.parametrize(("block", "first"), [
-    ("admin", ["'optimizer.lr_factors={encoder: 0.1}'", "'optimizer.lr_factors={encoder: 0.05, decoder: 0.2}'",
+    ("admin", [RISING, "'optimizer.lr_factors={encoder: 0.05, decoder: 0.2}'",
                "model.encoder.block=t_fixup model.decoder.block=t_fixup", "optimizer.lr=0.00167",
                "optimizer.lr=0.0005"]),
     ("rezero", ["model.encoder.block=t_fixup model.decoder.block=t_fixup", "optimizer.lr=0.00167",
-                "optimizer.lr=0.0005", "'optimizer.lr_factors={encoder: 0.1}'"])])
+                "optimizer.lr=0.0005", RISING])])
 def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepared: Path) -> None:
     words = [f"model.{side}.block={block}" for side in ("encoder", "decoder")]
     found = alternatives(load_recipe(prepared / "recipe.yaml", words))
     assert [*found][:len(first)] == first
-    assert found["'optimizer.lr_factors={encoder: 0.1}'"].optimizer.lr_factors == {"encoder": 0.1}
+    optimizer = found[RISING].optimizer
+    assert optimizer.lr_factors == {"encoder": 0.1} and optimizer.lr_factors_until == 3
     slow = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder: 0.3}"]))
     assert slow["'optimizer.lr_factors={encoder: 0.03}'"].optimizer.lr_factors == {"encoder": pytest.approx(0.03)}
     parts = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder.layers: 0.5}"]))
@@ -205,9 +207,9 @@ def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepa
 
 
 def test_no_rate_of_what_is_frozen_and_no_part_that_another_block_lacks_is_tried(prepared: Path) -> None:
-    for frozen, tried in (("encoder", []), ("decoder", ["{encoder: 0.1}", "{encoder: 0.05}"])):
+    for frozen, tried in (("encoder", []), ("decoder", [RISING, "'optimizer.lr_factors={encoder: 0.05}'"])):
         found = alternatives(load_recipe(prepared / "recipe.yaml", [f"train.freeze=[{frozen}]"]))
-        assert [name for name in found if "lr_factors" in name] == [f"'optimizer.lr_factors={each}'" for each in tried]
+        assert [name for name in found if "lr_factors" in name] == tried
         assert "optimizer.lr=0.0005" in found
     omega = alternatives(load_recipe(prepared / "recipe.yaml", ['optimizer.lr_factors={"*.omegas": 0.1}']))
     assert omega and not any("block=" in name for name in omega)
@@ -242,7 +244,8 @@ def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepa
     for line, offered in offers.items():
         given = load_recipe(prepared / "recipe.yaml", [*overrides, *shlex.split(line)])
         assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
-        assert given.optimizer.lr_factors == offered.optimizer.lr_factors
+        for name in ("lr_factors", "lr_factors_until"):
+            assert getattr(given.optimizer, name) == getattr(offered.optimizer, name)
         assert (given.model, given.schedule, given.batch, given.admin) == (
             offered.model, offered.schedule, offered.batch, offered.admin), line
 

@@ -147,7 +147,8 @@ def test_a_trial_of_a_sound_recipe_shows_no_fault(block: str, prepared: Path) ->
     (frozen_layer, "frozen: encoder.layers.1.ffn.fc1, encoder.layers.1.ffn.fc2 did not change in 6 updates"),
     (dead_relu, "dead branch: decoder.layers.0.ffn put out the same, whatever comes in"),
     (cut_source, "collapse: the encoder collapsed and put out nearly the same vector at every position, so there is no "
-     "source to read; lower the encoder's learning rate alone, 'optimizer.lr_factors={encoder: 0.1}'"),
+     "source to read; lower the encoder's learning rate alone, for a quarter of the updates: 'optimizer.lr_factors={"
+     "encoder: 0.1}' and optimizer.lr_factors_until"),
 ])
 def test_a_fault_is_named_by_the_trial(seed: Callable[[Transformer], None], named: str, prepared: Path) -> None:
     subject = subject_for(prepared, *block_settings("post_ln"))
