@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from deepnmt.cli import main
+from deepnmt.config import override
 from deepnmt.errors import UserError
 from deepnmt.files import write_text
 from deepnmt.progress import print_status
@@ -86,12 +87,7 @@ def write_recipe(folder: Path, settings: list[str]) -> Path:
                      "valid": str(folder / "valid.tsv"),
                      "test": {name: str(folder / f"{name}.tsv") for name in ("sentences", "voice")}}
     for setting in settings:
-        name, _, value = setting.partition("=")
-        *groups, last = name.split(".")
-        section = tree
-        for group in groups:
-            section = section.setdefault(group, {})
-        section[last] = yaml.safe_load(value)
+        override(tree, setting)
     write_text(folder / "recipe.yaml", yaml.safe_dump(tree, sort_keys=False))
     return folder / "recipe.yaml"
 

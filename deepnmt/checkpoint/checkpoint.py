@@ -34,19 +34,16 @@ from deepnmt.config.choices import TYINGS
 from deepnmt.config.plugins import require_same
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.folders import MANIFEST, Buffer, DamagedFolder, FolderWriteError
+from deepnmt.folders import MANIFEST, Buffer, DamagedFolder
 from deepnmt.model.blocks import set_clock
 from deepnmt.model.init import fill
-from deepnmt.model.transformer import Transformer
-
-__all__ = ["DamagedFolder", "FolderWriteError"]  # defined in folders.py, caught by callers of this module
+from deepnmt.model.transformer import Transformer, fill_with_nan
 
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
 REQUIRED = (WEIGHTS, STATE, RECIPE)  # in every checkpoint, whatever its task
 # Any other file belongs to the task (training/task.py, `_files`); averages and folded models copy it.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
-FILES = (*MODEL_FILES, MOMENTS)
 
 Which = Literal["auto", "averaged", "newest", "best"]
 Module = TypeVar("Module", bound=nn.Module)
@@ -404,11 +401,14 @@ def open_model(
     return checkpoint, recipe
 
 
-def load_weights_into(build: Callable[[Callable[[nn.Module], None]], Module], checkpoint: Path) -> Module:
-    """The model that `build` makes, with the weights of a checkpoint, in evaluation mode on the CPU."""
-    model = build(lambda part: None)
+def load_weights_into(build: Callable[[Callable[[nn.Module], None]], Module], checkpoint: Path
+                      ) -> tuple[Module, TrainingState]:
+    """The model that `build` makes, with the weights and at the update of a checkpoint, in evaluation mode on the CPU;
+    and what else the checkpoint holds of training."""
+    model, state = build(fill_with_nan), load_state(checkpoint)
     fill(model, model_in(checkpoint))
-    return model.eval()
+    set_clock(model, state.update)
+    return model.eval(), state
 
 
 def load_model(folder: Path, which: Which = "auto", alone: bool = False) -> LoadedModel:
@@ -423,15 +423,18 @@ def load_model(folder: Path, which: Which = "auto", alone: bool = False) -> Load
     """
     checkpoint, recipe = open_model(folder, which, "translation", alone)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
-    difference = shapes_differ(recipe.model, src_vocab.size, trg_vocab.size, model_in(checkpoint).shapes)
-    if difference:
+    require_shapes(checkpoint, recipe.model, src_vocab.size, trg_vocab.size)
+    model, state = load_weights_into(lambda after_build: Transformer(
+        recipe.model, src_vocab.size, trg_vocab.size, recipe.seed, after_build=after_build), checkpoint)
+    return LoadedModel(model, src_vocab, trg_vocab, recipe, state, checkpoint)
+
+
+def require_shapes(checkpoint: Path, model: Model, src_vocab: int, trg_vocab: int) -> None:
+    """Raises `UserError` if the weights of a checkpoint are not those of this model; the message names the first such
+    tensor."""
+    if difference := shapes_differ(model, src_vocab, trg_vocab, model_in(checkpoint).shapes):
         raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: in {WEIGHTS}, {difference}; give a "
                         "checkpoint as training wrote it")
-    model = Transformer(recipe.model, src_vocab.size, trg_vocab.size, recipe.seed)
-    fill(model, model_in(checkpoint))
-    state = load_state(checkpoint)
-    set_clock(model, state.update)
-    return LoadedModel(model.eval(), src_vocab, trg_vocab, recipe, state, checkpoint)
 
 
 def shapes_differ(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -84,7 +84,7 @@ class BlockFacts(Choice):
         profiled: its ω are measured before the first update (`model/admin_profile.py`).
         growable: copies of its layers can begin a deeper stack.
         foldable: it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α.
-        rewritable: there is a Post-LN model with the same logits (`export/post_ln.py`).
+        rewritable: there is a Post-LN model with the same logits (`extras/export/post_ln.py`).
         norm_free: it is x ← x + F_i(x), up to scalars that go into F_i.
         exported_as: what it is for other programs; a `norm_free` one a wider `pre_ln`.
         unstable_deep: in deep stacks it diverges easily, so that another block is recommended.

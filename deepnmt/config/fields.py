@@ -80,7 +80,7 @@ class Section(BaseModel):
                               use_attribute_docstrings=True)
 
     def faults(self) -> Iterator[Fault]:
-        """SettingsError in the combination of settings."""
+        """Faults in the combination of settings."""
         return iter(())
 
     @model_validator(mode="after")

@@ -144,14 +144,12 @@ def on_command_line(settings: Mapping[str, Any]) -> str:
 
 def _in_one_word(value: Any) -> str:
     """A value as the text behind `KEY=`. Keys with a `*` have double quotes, since a shell's are single ones."""
-    if value is None:
-        return "null"
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, dict):
         quoted = {f'"{key}"' if "*" in key else key: each for key, each in value.items()}
         return "{" + ", ".join(f"{key}: {_in_one_word(each)}" for key, each in quoted.items()) + "}"
-    return str(value)
+    return yaml_line(value)
 
 
 class Change(NamedTuple):

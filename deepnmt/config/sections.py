@@ -226,7 +226,10 @@ class _Corpora(AlignedCorpus):
         named = {key: value for key, value in tree.items() if key not in cls.model_fields and isinstance(value, dict)}
         if not named:
             return tree
-        corpora = dict(tree.get("corpora", {}))
+        corpora = tree.get("corpora") or {}
+        if not isinstance(corpora, dict) or not all(isinstance(corpus, dict) for corpus in corpora.values()):
+            return tree
+        corpora = dict(corpora)
         for name, corpus in named.items():  # both forms at once: a run's recipe with a setting of the command line
             corpora[name] = {**corpora.get(name, {}), **corpus}
         return {**{key: value for key, value in tree.items() if key not in named}, "corpora": corpora}
@@ -235,9 +238,9 @@ class _Corpora(AlignedCorpus):
         corpora = getattr(self, "corpora", {})
         if not corpora:
             yield from super().faults()
-        elif any((self.src, self.trg, self.tsv, self.alignments, self.tag, self.mtdata, self.sacrebleu,
-                  self.translated_by)):
-            yield Fault(("corpora",), "give either the files of one corpus, or corpora by name "
+        elif own := [name for name in type(self).model_fields if name not in ("corpora", "cleaning", "temperature")
+                     and getattr(self, name) != self.default(name)]:
+            yield Fault(("corpora", *own), f"give either one corpus ({', '.join(own)}), or corpora by name "
                         f"({', '.join(corpora)}), not both")
         for name in corpora:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):

@@ -247,18 +247,16 @@ def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
             cleaning.append((code_of(name), leaves_out))
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, CHUNK)):
-        chunk_codes = [_code_of_pair(src, trg, rules) for src, trg, _ in chunk]
-        overlap += chunk_codes.count(code_of("overlap"))
-        for row, (pair, code) in enumerate(zip(chunk, chunk_codes)):
-            if code == code_of("overlap") and not rules.filters.drop_overlap:
-                code = KEPT
-            chunk_codes[row] = code
-            if code != KEPT:
-                continue
-            for reason, leaves_out in cleaning:
-                if leaves_out(*pair, clean):
-                    chunk_codes[row] = reason
-                    break
+        chunk_codes = []
+        for pair in chunk:
+            code = _code_of_pair(pair[0], pair[1], rules)
+            if code == code_of("overlap"):
+                overlap += 1
+                if not rules.filters.drop_overlap:
+                    code = KEPT
+            if code == KEPT:
+                code = next((reason for reason, leaves_out in cleaning if leaves_out(*pair, clean)), KEPT)
+            chunk_codes.append(code)
         rest = [row for row, code in enumerate(chunk_codes) if code == KEPT]
         if clean.language_id is not None and rest:
             foreign = _of_other_languages([chunk[row][:2] for row in rest], rules)

@@ -278,7 +278,8 @@ def encode_unit(work: Work, unit: Unit) -> None:
     codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
     text = (work.read(unit) / "digest").read_text(encoding="utf-8")
     hash_of_codes = hashlib.sha256(codes.tobytes()).hexdigest()
-    hashes_of_annotations = {column: _hash_of(unit, column) for column in annotations_of(data.train)}
+    annotations = annotations_of(data.train)
+    hashes_of_annotations = {column: _hash_of(unit, column) for column in annotations}
     number = unit.number if data.subword_variants else 0
     key = folders.hash_of([text, hash_of_codes, corpus.tag, joined["encoding"],
                            hashes_of_annotations, number])
@@ -295,7 +296,6 @@ def encode_unit(work: Work, unit: Unit) -> None:
         job = EncodingJob(src_model, trg_model, data.filters, data.subword_variants, work.recipe.vocab.kind,
                           data.subword_alpha)
         sizes = (joined["vocab"]["src"]["size"], joined["vocab"]["trg"]["size"])
-        annotations = annotations_of(data.train)
         digest = hashlib.sha256()
         with _as_text(unit, corpus, bool(annotations)) as alone:
             tag = f"{corpus.tag} " if corpus.tag else ""
@@ -479,10 +479,10 @@ def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: Enco
                   ) -> dict[str, Any]:
     """Encodes a validation or test text, all of whose pairs are kept."""
     _, counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, 1, annotations_of(text))
-    parts = {part: sum(1 for _ in read_pairs(corpus)) for part, corpus in corpora_of(text).items()}
-    if "" in parts:
+    corpora = corpora_of(text)
+    if "" in corpora:
         return dict(counts)
-    return {"corpora": parts, **counts}
+    return {"corpora": {name: sum(1 for _ in read_pairs(corpus)) for name, corpus in corpora.items()}, **counts}
 
 
 def _leave_out_duplicates(

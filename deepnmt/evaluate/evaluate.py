@@ -115,7 +115,7 @@ def evaluate_run(
             systems[name], _ = _translate_sets(other, folder, sets, ranks, None)
         if not ranks.first:
             return ""
-    steps = steps_of_scoring(len(systems), len(sets), len(metrics))
+    steps = steps_of_scoring(len(systems), len(sets), len(own))
     line = f"scoring: {{:,}} of {steps:,} texts and metrics"
     with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
         report = score_systems(systems, sets, recipe.data.trg_lang, own, progress)

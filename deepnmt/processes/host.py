@@ -12,7 +12,6 @@ import warnings
 
 import psutil
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4  # of malloc.h
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +79,7 @@ def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
 
 
 def memory_estimate(
-    recipe: Recipe, layout: Layout, parameters: int, vocab: int, partition: Partition | None = None,
-    device: str | None = None,
+    recipe: Recipe, layout: Layout, parameters: int, vocab: int, device: str, partition: Partition | None = None
 ) -> dict[str, float]:
     """Bytes of memory a process needs: weights, gradients, optimizer (fp32 master weights and moments), activations,
     the loss over a target vocabulary of size `vocab`, and on a CPU the copy from which a checkpoint is written. The
@@ -87,14 +87,13 @@ def memory_estimate(
 
     For a pipeline (with a `partition`) that of the fullest stage: its parameters, and the activations of as many
     micro-batches as it has in flight. With recomputation: the activations of one group of layers, and the input of
-    every group. `device`: cpu or cuda; without, this machine's.
+    every group. `device`: cpu or cuda.
     """
     world, stage = layout.data_ranks, layout.stage
     size = 4 if layout.precision == "fp32" else 2
     share = {0: (1, 1, 1), 1: (1, 1, world), 2: (1, world, world), 3: (world, world, world)}[stage]
     kept_by_optimizer = 4 * len(moment_names(recipe)) + 4 * (stage > 0 or size == 2)
     tokens, model = recipe.batch.tokens * (2 if recipe.train.r_drop else 1), recipe.model
-    device = device or _device()
     each: Mapping[str, float]
     if device == "cuda":
         each = _TENSORS_ON_GPU
@@ -136,8 +135,10 @@ def memory_estimate(
     return needed
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _device(recipe: Recipe) -> str:
+    """Where this machine would train; nothing is refused and no GPU is prepared, as by `device.choose`."""
+    on_cpu = "cpu" in (recipe.parallel.device, os.environ.get("DS_ACCELERATOR"))
+    return "cpu" if on_cpu or not torch.cuda.is_available() else "cuda"
 
 
 def largest_micro_batch(
@@ -146,7 +147,7 @@ def largest_micro_batch(
     """The largest `batch.tokens`, a multiple of 256, for which training fits into `most` bytes of a GPU; 0: none."""
     def fits(tokens: int) -> bool:
         other = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"tokens": tokens})})
-        needed = memory_estimate(other, layout, parameters, vocab, partition, "cuda")
+        needed = memory_estimate(other, layout, parameters, vocab, "cuda", partition)
         return memory_fault(other, layout, needed, most, "cuda") is None
 
     least, above = 0, 1
@@ -159,15 +160,14 @@ def largest_micro_batch(
 
 
 def memory_fault(
-    recipe: Recipe, layout: Layout, needed: Mapping[str, float], most: float, device: str | None = None
+    recipe: Recipe, layout: Layout, needed: Mapping[str, float], most: float, device: str
 ) -> str | None:
     """A sentence if a process needs more than `most` bytes of memory, else None; `needed` is of `memory_estimate`."""
     zero = (layout.config or {}).get("zero_optimization", {})
     elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
-    offloads = (device or _device()) == "cuda"
     on_device = dict(needed)
     for name in on_device:
-        if offloads and elsewhere.get(name):
+        if device == "cuda" and elsewhere.get(name):
             on_device[name] = 0.0
     widths = sum(recipe.model.shape(side).width for side in recipe.model.sides)
     on_device["positions"] = 4 * recipe.model.max_length * widths
@@ -183,11 +183,12 @@ def memory_fault(
 def check_memory(recipe: Recipe, layout: Layout, vocabs: tuple[int, int], ratio: float, ranks: Ranks) -> None:
     """Prints a warning if the estimated memory is more than there is, and raises `UserError` if it is much more."""
     partition = partition_of(recipe, *vocabs, ratio) if layout.stages else None
-    needed = memory_estimate(recipe, layout, count_parameters(recipe.model, *vocabs), vocabs[1], partition)
+    device, parameters = ranks.device.type, count_parameters(recipe.model, *vocabs)
+    needed = memory_estimate(recipe, layout, parameters, vocabs[1], device, partition)
     most = memory(ranks.device, ranks.local_world)
-    if fault := memory_fault(recipe, layout, needed, most * _MEMORY_MARGIN):
+    if fault := memory_fault(recipe, layout, needed, most * _MEMORY_MARGIN, device):
         raise UserError(fault)
-    if ranks.first and (fault := memory_fault(recipe, layout, needed, most)):
+    if ranks.first and (fault := memory_fault(recipe, layout, needed, most, device)):
         print_status(f"{fault}; trying it")
 
 
@@ -325,7 +326,8 @@ def plan_of(
     data_parallel = layout.data_ranks
     parameters = count_parameters(recipe.model, *sizes)
     partition = partition_of(recipe, *sizes, ratio) if stages else None
-    needed = memory_estimate(recipe, layout, parameters, sizes[1], partition, "cuda" if card else None)
+    device = "cuda" if card else _device(recipe)
+    needed = memory_estimate(recipe, layout, parameters, sizes[1], device, partition)
     name = _layout_name(layout)
     model = recipe.model
     widths = dict.fromkeys(str(model.shape(side).width) for side in model.sides)
@@ -345,15 +347,15 @@ def plan_of(
         rows["warning"] = "; ".join(warnings)
     if begin:
         rows["begins with"] = f"the weights of {begin}"
-    most = CARDS[card] * 2**30 - RESERVED if card else memory(torch.device(_device()), rank_from_environment()[3])
-    if fault := memory_fault(recipe, layout, needed, most, "cuda" if card else None):
+    most = CARDS[card] * 2**30 - RESERVED if card else memory(torch.device(device), rank_from_environment()[3])
+    if fault := memory_fault(recipe, layout, needed, most, device):
         rows["too much memory"] = fault
     if card:
         largest = largest_micro_batch(recipe, layout, parameters, sizes[1], partition, most)
         rows["largest micro-batch"] = (
             f"batch.tokens={largest} on {card}, {CARDS[card]} GiB, of which {RESERVED / 2**30} are CUDA's and NCCL's"
             if largest else f"none fits on {card}, {CARDS[card]} GiB; lower model.width or its layers")
-    if (card or _device() == "cuda") and recipe.batch.tokens < _BUSY_GPU_TOKENS:
+    if device == "cuda" and recipe.batch.tokens < _BUSY_GPU_TOKENS:
         other = "batch.accumulation lower" if recipe.batch.update_tokens is None else "batch.update_tokens too"
         rows["small micro-batch"] = (
             f"batch.tokens ({recipe.batch.tokens:,}) is below {_BUSY_GPU_TOKENS:,}: a fast GPU waits for the host to "

@@ -125,7 +125,8 @@ def load_encoder(folder: Path, build: Callable[[Recipe, int], BuildEncoder]) -> 
     """
     checkpoint, recipe = open_model(folder)
     vocab = Vocabulary.load(checkpoint / SRC_VOCAB)
-    return load_weights_into(build(recipe, vocab.size), checkpoint), recipe, vocab
+    model, _ = load_weights_into(build(recipe, vocab.size), checkpoint)
+    return model, recipe, vocab
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from deepnmt.checkpoint.checkpoint import (
     STATE,
-    DamagedFolder,
     has_moments,
     list_checkpoints,
     load_state,
@@ -28,7 +27,7 @@ from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, sha256
-from deepnmt.folders import MANIFEST
+from deepnmt.folders import MANIFEST, DamagedFolder
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.parallel.ds_config import data_ranks
 from deepnmt.processes.agreement import agree_on_folder
@@ -65,7 +64,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _take_lock(file: Path, stack: ExitStack) -> None:
-    """Locks `file` until `held` is closed, and writes the holder into it. Waits `LOCK_WAIT` seconds for another holder.
+    """Locks `file` until `stack` is closed, and writes the holder into it. Waits `LOCK_WAIT` seconds for another holder.
 
     Raises:
         UserError: another process still holds the lock, or this one has no permission.

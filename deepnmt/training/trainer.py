@@ -13,13 +13,14 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from deepnmt.checkpoint.checkpoint import FolderWriteError, list_checkpoints, moments_in, weights_in
+from deepnmt.checkpoint.checkpoint import list_checkpoints, moments_in, weights_in
 from deepnmt.checkpoint.retention import check_average_last, make_room, prune
 from deepnmt.checkpoint.saving import Saver, in_shards
 from deepnmt.config import Change, Recipe, Train, dump_recipe
 from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
+from deepnmt.folders import FolderWriteError
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.ds_config import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.parallel.engine import Engine

@@ -30,10 +30,8 @@ from torch import Tensor
 from deepnmt import folders
 from deepnmt.checkpoint import checkpoint
 from deepnmt.checkpoint.checkpoint import (
-    FILES,
+    MODEL_FILES,
     MOMENTS,
-    DamagedFolder,
-    FolderWriteError,
     find_checkpoint,
     list_checkpoints,
     load_model,
@@ -48,6 +46,9 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.checkpoint.retention import make_room, most_at_once, prune
 from deepnmt.config import Train, dump_recipe, load_recipe
+from deepnmt.folders import DamagedFolder, FolderWriteError
+
+FILES = (*MODEL_FILES, MOMENTS)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,6 @@ from warm import TESTS, Warm
 from deepnmt.checkpoint.average import average_weights, save_average
 from deepnmt.checkpoint.checkpoint import (
     Contents,
-    DamagedFolder,
     has_moments,
     load_model,
     load_weights,
@@ -36,6 +35,7 @@ from deepnmt.checkpoint.consolidate import consolidate
 from deepnmt.checkpoint.saving import Saver
 from deepnmt.checkpoint.tensors import Part, index_of, tensor_file
 from deepnmt.config import dump_recipe
+from deepnmt.folders import DamagedFolder
 from deepnmt.processes.process_group import processes
 
 MOMENTS = {"exp_avg": 0.5, "exp_avg_sq": 0.25}

@@ -263,7 +263,11 @@ def test_a_run_with_a_large_vocabulary(prepared: Path, tmp_path: Path) -> None:
     ({"train": {"a": {"src": "x", "trg": "y", "weight": 0.0}}}, "data.train.corpora.a.weight: is 0.0, must be greater"),
     ({"train": {"a": {"src": "x", "trg": "y", "wieght": 2}}}, "wieght: unknown setting; did you mean .*weight"),
     ({"train": {"a": {"src": "x"}}}, "data.train.corpora.a: give 'src' and 'trg' files"),
-    ({"train": {"a": {"src": "x", "trg": "y"}, "src": "x", "trg": "y"}}, "give either the files of one corpus, or"),
+    ({"train": {"a": {"src": "x", "trg": "y"}, "src": "x", "trg": "y"}}, "give either one corpus .src, trg., or"),
+    ({"train": {"a": {"src": "x", "trg": "y"}, "columns": [2, 1]}}, "give either one corpus .columns., or corpora by"),
+    ({"valid": {"a": {"src": "x", "trg": "y"}, "trg_lang": "zh"}}, "give either one corpus .trg_lang., or corpora by"),
+    ({"train": {"a": {"src": "x", "trg": "y"}, "corpora": 5}}, "data.train.corpora: is 5"),
+    ({"train": {"a": {"src": "x", "trg": "y"}, "corpora": {"a": [1]}}}, "data.train.corpora.a: is .1."),
     ({"train": {"a/b": {"src": "x", "trg": "y"}}}, "a corpus's name has letters"),
     ({"train": {"a": {"src": "x", "trg": "y", "tag": "<2 de>"}}}, "data.train.corpora.a.tag"),
 ])

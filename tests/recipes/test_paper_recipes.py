@@ -84,7 +84,7 @@ def test_deep_recipes_fill_todays_cards(name: str, gpus: int, card: str) -> None
     most = CARDS[card] * 2**30 - RESERVED
     largest = largest_micro_batch(recipe, layout, parameters, vocab, None, most)
     assert 28_000 <= recipe.batch.tokens <= largest
-    needed = memory_estimate(recipe, layout, parameters, vocab, None, "cuda")
+    needed = memory_estimate(recipe, layout, parameters, vocab, "cuda")
     assert sum(needed.values()) < most
     rest = {part: size for part, size in needed.items() if part not in ("activations", "loss")}
     assert sum(rest.values()) + needed["activations"] * (largest + 256) / recipe.batch.tokens > most - 2**30

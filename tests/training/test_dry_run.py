@@ -56,7 +56,7 @@ def test_a_pipelines_stages_are_those_of_training(prepared: Path, monkeypatch: p
     assert output.endswith("\n".join(f"# {line}" for line in table.splitlines()))
     assert "expected bubble with 4 micro-batches" in output
     held = [int(row.split()[-3].replace(",", "")) for row in table.splitlines()[1:-1]]
-    estimate = memory_estimate(recipe, layout_of(recipe, 3), 0, size, partition_of(recipe, size, size, ratio))
+    estimate = memory_estimate(recipe, layout_of(recipe, 3), 0, size, "cpu", partition_of(recipe, size, size, ratio))
     assert len(held) == 3 and estimate["weights"] == 4 * max(held)
 
 
@@ -84,7 +84,7 @@ def test_the_figures_are_those_of_the_recipe(prepared: Path, monkeypatch: pytest
     held = {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters,
             "activations": 16384 * 4 * (16 * (2 * 27 + 4) + 4 * 32), "loss": 4 * (2**22 + 16 * vocab),
             "checkpoint copy": 12 * parameters}
-    assert memory_estimate(recipe, layout_of(recipe, 1), parameters, vocab) == held
+    assert memory_estimate(recipe, layout_of(recipe, 1), parameters, vocab, "cpu") == held
     parts = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in held.items())
     assert found["memory per process"] == f"about {sum(held.values()) / 2**20:,.0f} MiB + libraries ({parts})"
 
@@ -147,7 +147,7 @@ def test_the_form_goes_by_size_and_processes(
 def test_what_a_layout_shares(layout: str, weights: float, gradients: float, optimizer: float, prepared: Path) -> None:
     """Bytes a parameter on four processes, as the table of docs/guide/which_layout.md has them."""
     recipe = load_recipe(prepared / "recipe.yaml", options(layout))
-    found = memory_estimate(recipe, layout_of(recipe, 4), 1000, 300)
+    found = memory_estimate(recipe, layout_of(recipe, 4), 1000, 300, "cpu")
     assert [found[part] / 1000 for part in ("weights", "gradients", "optimizer")] == [weights, gradients, optimizer]
 
 
@@ -160,15 +160,13 @@ def test_the_copy_of_a_checkpoint(
 ) -> None:
     """Bytes a parameter, weights and Adam's moments in fp32: of what each of four processes owns, and of the whole
     where the first puts them together. The fullest of the stages has half of them here, and one process."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     recipe = load_recipe(prepared / "recipe.yaml", [*options(layout, stages), f"train.checkpoint_form={form}"])
     partition = partition_of(recipe, 300, 300, 1.0) if stages else None
     if partition is not None:
         monkeypatch.setattr(type(partition), "parameters", lambda self, stage: 500)
-    found = memory_estimate(recipe, layout_of(recipe, 1 if layout == "local" else 4), 1000, 300, partition)
+    found = memory_estimate(recipe, layout_of(recipe, 1 if layout == "local" else 4), 1000, 300, "cpu", partition)
     assert found["checkpoint copy"] == 1000 * bytes_each
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    found = memory_estimate(recipe, layout_of(recipe, 1 if layout == "local" else 4), 1000, 300, partition)
+    found = memory_estimate(recipe, layout_of(recipe, 1 if layout == "local" else 4), 1000, 300, "cuda", partition)
     assert "checkpoint copy" not in found, "it is in the machine's memory, not in the GPU's"
 
 
@@ -176,16 +174,13 @@ def test_the_copy_of_a_checkpoint(
 def test_the_copy_of_10_billion_parameters(form: str, gigabytes: float, prepared: Path) -> None:
     """On 64 processes, the table of studies/results/reliability.md: each copies its share, or the first all."""
     recipe = load_recipe(prepared / "recipe.yaml", [*options("zero1_fp32"), f"train.checkpoint_form={form}"])
-    found = memory_estimate(recipe, layout_of(recipe, 64), 10**10, 300, device="cpu")
+    found = memory_estimate(recipe, layout_of(recipe, 64), 10**10, 300, "cpu")
     assert found["checkpoint copy"] / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", [{}, {"ffn": 256}, {"activation": "gelu"}, {"activation_dropout": 0.1}], ids=str)
-def test_activations_are_what_autograd_keeps(
-    change: dict[str, object], precision: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # as the model is on the CPU
+def test_activations_are_what_autograd_keeps(change: dict[str, object], precision: str, prepared: Path) -> None:
     overrides = [f"model.{name}={value}" for name, value in {"width": 64, "ffn": 128, **change}.items()]
     recipe = load_recipe(prepared / "recipe.yaml", [*overrides, *options(f"zero1_{precision}")])
     model = new_model(recipe.model, 64, 64, 1, 0.1).to(torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -200,8 +195,18 @@ def test_activations_are_what_autograd_keeps(
     src, trg = torch.randint(4, 64, (2, 16, 16))
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         model(Batch(dict(zip(TRANSLATION, (src, torch.full((16,), 16), trg, trg))), key=0, tokens=256))
-    estimate = memory_estimate(recipe, layout_of(recipe, 1), 0, 64)
+    estimate = memory_estimate(recipe, layout_of(recipe, 1), 0, 64, "cpu")
     assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(("setting", "accelerator"), [("auto", "cpu"), ("cpu", "")])
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu(
+    setting: str, accelerator: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    found = figures(describe(load_recipe(prepared / "recipe.yaml", [f"parallel.device={setting}"])))
+    assert "checkpoint copy" in found["memory per process"] and "small micro-batch" not in found
 
 
 def test_what_cannot_fit_is_refused(
@@ -224,7 +229,7 @@ def test_what_cannot_fit_is_refused(
         assert not (tmp_path / "run" / "checkpoints").exists()
     small = load_recipe(recipe)
     sizes = (300, 300)
-    needed = memory_estimate(small, layout_of(small, 1), count_parameters(small.model, *sizes), 300)
+    needed = memory_estimate(small, layout_of(small, 1), count_parameters(small.model, *sizes), 300, "cpu")
     most = sum(needed.values()) + 8 * 64 * 16 - 1  # and the positions, twice
     monkeypatch.setattr("deepnmt.training.dry_run.memory", lambda *_: most)
     capsys.readouterr()

@@ -43,7 +43,7 @@ def other_code() -> None:
 
 
 def no_state() -> None:
-    from deepnmt.checkpoint.checkpoint import DamagedFolder
+    from deepnmt.folders import DamagedFolder
     from deepnmt.training import resume
 
     def gone(folder: Path) -> None:

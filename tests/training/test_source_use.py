@@ -128,7 +128,8 @@ def test_a_planted_collapse_and_what_is_said_of_it(recipe: Recipe, data: Prepare
     note = collapse_note(made, 100, found)
     assert note is not None and note.startswith(
         "the encoder has collapsed: 100 % of the encoder's output is one vector, and another sentence's source costs "
-        "0.00 nats a target token;") and f": 'optimizer.lr_factors={{encoder: 0.1}}' optimizer.lr_factors_until={made.train.updates // 4} (" in note
+        "0.00 nats a target token;")
+    assert f": 'optimizer.lr_factors={{encoder: 0.1}}' optimizer.lr_factors_until={made.train.updates // 4} (" in note
     assert collapse_note(made, 3, found) is None, "the warm-up has 4 updates"
     long = with_settings(made, {"schedule.warmup": 8000})
     assert collapse_note(long, 999, found) is None and collapse_note(long, 1000, found) == note

@@ -68,7 +68,7 @@ from deepnmt.extras.doctor.verdict import (
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.folders import DamagedFolder, original_name
 from deepnmt.model.admin_profile import AdminProfile
-from deepnmt.model.blocks import SIDES
+from deepnmt.model.blocks import SIDES, set_clock
 from deepnmt.model.init import fill
 from deepnmt.model.loss import CrossEntropy
 from deepnmt.model.transformer import Transformer
@@ -423,6 +423,7 @@ def checkpoint_displacements(subject: Subject) -> list[dict[str, Any]]:
         if first is not None:
             model = Transformer(subject.recipe.model, *subject.vocabs, subject.recipe.seed, subject.model.objective)
             fill(model, first[1].__getitem__)
+            set_clock(model, update_of(first[0]))
             norms = gradients(model.to(subject.batch.device), subject.batch).matrices
             pairs.append({"update": update_of(first[0]), "until": update_of(folder),
                           **displacement(first[1], after, norms)})

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import Contents, TrainingState, find_checkpoint, first_difference, write_checkpoint
+from deepnmt.checkpoint.checkpoint import (
+    Contents,
+    TrainingState,
+    check_ramp,
+    find_checkpoint,
+    first_difference,
+    load_state,
+    write_checkpoint,
+)
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.data.vocab import SPACE, Vocabulary
@@ -65,7 +73,8 @@ def export_bert(recipe: Recipe, checkpoint: str | Path | None = None, output: st
         output: the output folder; by default `bert` in the run folder.
 
     Raises:
-        UserError: the model is none of BERT's, the folder holds something else, or the logits differ. Nothing is kept.
+        UserError: the model is none of BERT's, see `check_ramp`, the folder holds something else, or the logits
+            differ. Nothing is kept.
     """
     _require_bert(recipe)
     folder = Path(output) if output is not None else Path(recipe.run) / "bert"
@@ -76,6 +85,7 @@ def export_bert(recipe: Recipe, checkpoint: str | Path | None = None, output: st
     warn_if_outdated(source)
     model, trained, vocab = load_encoder(source, _build)
     _require_bert(trained)
+    check_ramp(source, trained.model, load_state(source).update)
     assert isinstance(trained, EncoderRecipe)
     folders.recover_after_kill(place.parent, glob.escape(place.name))
     with folders.new_folder(place, KIND) as temporary:

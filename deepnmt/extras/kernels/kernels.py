@@ -1,4 +1,4 @@
-"""The Triton kernels of `fused.py`, which says what each computes and holds the same in PyTorch.
+"""The Triton kernels of `fused.py`, which says what each computes; tests/extras/kernels/twins.py does it in PyTorch.
 
 A kernel reads and writes every element once, only the logits it reads twice. Sums are in fp32. No two programs write to
 one place, so a result does not depend on the order in which they run.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @triton.jit
 def _kept(seed, offset, row, dropped, block: tl.constexpr):
-    """Which elements of a row are kept: those whose 16 random bits are not below `dropped`, see `fused.kept`."""
+    """Which elements of a row are kept: those whose 16 random bits are not below `dropped`, as `kept` of the twins."""
     eights = (row * (block // 8) + tl.arange(0, block // 8)).to(tl.uint32)
     zeros = eights * 0
     a, b, c, d = tl.philox(seed, eights, zeros + offset.to(tl.uint32), zeros, zeros + 0x80000000)

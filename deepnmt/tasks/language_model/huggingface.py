@@ -23,6 +23,7 @@ from deepnmt import folders
 from deepnmt.checkpoint.checkpoint import (
     Contents,
     TrainingState,
+    check_ramp,
     first_difference,
     shapes_of,
     write_checkpoint,
@@ -70,9 +71,10 @@ def export_model(loaded: Loaded, folder: Path) -> str:
     """Writes config.json, model.safetensors and tokenizer.model into a new folder; returns a line that describes them.
 
     Raises:
-        UserError: transformers cannot compute the model, or the folder exists or cannot be written.
+        UserError: transformers cannot compute the model, see `check_ramp`, or the folder exists or cannot be written.
     """
     kind, model = _kind(loaded.recipe), loaded.recipe.model
+    check_ramp(loaded.checkpoint, model, loaded.update)
     if folder.exists():
         raise UserError(f"{folder} exists already; give another folder with --output")
     shape, ids = model.shape("decoder"), {"bos_token_id": EOS, "eos_token_id": EOS, "pad_token_id": PAD}

@@ -15,22 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import (
-    RECIPE,
-    SRC_VOCAB,
-    Which,
-    load_state,
-    model_in,
-    open_model,
-    shapes_differ,
-)
+from deepnmt.checkpoint.checkpoint import SRC_VOCAB, Which, load_weights_into, open_model, require_shapes
 from deepnmt.config import Recipe
 from deepnmt.data.arrays import Indices
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.sampling import make_sampler
-from deepnmt.errors import UserError
-from deepnmt.model.blocks import set_clock
-from deepnmt.model.init import fill
 from deepnmt.model.objective import objective_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS, PAD, UNK
@@ -55,15 +44,10 @@ def load(folder: Path, device: torch.device, which: Which = "auto") -> Loaded:
     """
     checkpoint, recipe = open_model(folder, which, "language_model")
     vocab = Vocabulary.load(checkpoint / SRC_VOCAB)
-    difference = shapes_differ(recipe.model, vocab.size, vocab.size, model_in(checkpoint).shapes)
-    if difference:
-        raise UserError(f"{checkpoint} does not hold the model of its {RECIPE}: {difference}; give a checkpoint as "
-                        "training wrote it")
-    model = Transformer(recipe.model, vocab.size, vocab.size, recipe.seed, objective_of(recipe, vocab.size))
-    fill(model, model_in(checkpoint))
-    update = load_state(checkpoint).update
-    set_clock(model, update)
-    return Loaded(model.to(device).eval(), vocab, recipe, update, checkpoint)
+    require_shapes(checkpoint, recipe.model, vocab.size, vocab.size)
+    model, state = load_weights_into(lambda after_build: Transformer(
+        recipe.model, vocab.size, vocab.size, recipe.seed, objective_of(recipe, vocab.size), after_build), checkpoint)
+    return Loaded(model.to(device), vocab, recipe, state.update, checkpoint)
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def load_speech(folder: Path, which: Which = "auto", expected: config.Model | No
     checkpoint, recipe = open_model(folder, which, "speech")
     require_model(checkpoint, expected)
     vocab = Vocabulary.load(checkpoint / TRG_VOCAB)
-    model = load_weights_into(build_of(recipe, vocab.size), checkpoint)
+    model, _ = load_weights_into(build_of(recipe, vocab.size), checkpoint)
     return cast(SpeechTransformer, model), vocab, cast(SpeechRecipe, recipe), checkpoint
 
 

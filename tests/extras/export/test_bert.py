@@ -17,6 +17,7 @@ from deepnmt.cli import main
 from deepnmt.config import Vocab, check_recipe, dump_recipe, load_recipe
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.extras.export import bert
+from deepnmt.model.blocks import Block
 from deepnmt.tasks.masked_lm.model import build_of
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe
 from deepnmt.training.dry_run import shapes_by_name
@@ -56,6 +57,15 @@ def test_export_and_import_are_inverse(tmp_path: Path, capsys: pytest.CaptureFix
     assert read_task_files(tmp_path / "run" / "averaged") == read_task_files(tmp_path / "again" / "averaged")
     models = [load_recipe(tmp_path / name).model.model_dump() for name in ("run", "again")]
     assert models[0] == models[1]
+
+
+def test_layers_that_ramp_holds_back(tmp_path: Path, refused: Refused) -> None:
+    """At update 1 of 10 a branch has a tenth of its weight, in what is loaded, too; transformers knows none."""
+    write_run(tmp_path / "run", encoder={"layers": 1, "ramp": 10})
+    model, _, _ = load_encoder(tmp_path / "run", cast(Any, build_of))
+    assert [part.share for part in model.modules() if isinstance(part, Block)] == [0.1]
+    assert "model.encoder.ramp is 10, so its 1 layers are whole from update 10 on" in refused(
+        "export", tmp_path / "run", "--to", "bert")
 
 
 def test_a_model_of_transformers_has_equal_logits(tmp_path: Path) -> None:

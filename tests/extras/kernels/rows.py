@@ -249,7 +249,7 @@ def update_of(zero: str, precision: str, *more: str) -> dict[str, Any]:
         for side, slope in slopes.items():
             found.update({name: (DEEP[side] - least[side]) * count for name, count in slope.items()})
     recipe = recipe_of("wmt14_en_de/60l-12l", *settings)
-    estimate = memory_estimate(recipe, layout_of(recipe, 8), found["parameters"], recipe.vocab.size, device="cuda")
+    estimate = memory_estimate(recipe, layout_of(recipe, 8), found["parameters"], recipe.vocab.size, "cuda")
     return {"micro_batch": round(found["micro_batch"]), "update": round(found["update"]),
             "gigabytes": round(found["bytes"] / 1e9), "peak": found["peak"], "estimate": sum(estimate.values()),
             "waits": {name.removeprefix("waits "): n for name, n in found.items() if name.startswith("waits ")}}

@@ -89,6 +89,7 @@ def test_a_llama_of_transformers_is_imported(vocab: Vocabulary, tmp_path: Path) 
 
 @pytest.mark.parametrize(("model", "said"), [
     ({"decoder": {"block": "b2t", "layers": 2}}, "model.decoder.block is b2t, not pre_ln"),
+    ({"decoder": {"block": "pre_ln", "layers": 2, "ramp": 3}}, "model.decoder.ramp is 3, so its 2 layers"),
     ({"bands": [8]}, "model.bands is"), ({"norm": "rms_norm"}, "model.norm is rms_norm, not layer_norm"),
     ({"positions": "rotary"}, "model.norm is layer_norm, not rms_norm; model.activation is relu, not swiglu")])
 def test_what_transformers_cannot_compute(model: dict[str, Any], said: str, vocab: Vocabulary, tmp_path: Path) -> None:
