@@ -26,11 +26,6 @@ def no_progress(done: int) -> None:
     """A `Progress` that shows nothing."""
 
 
-def bar_progress(bar: tqdm) -> Progress:
-    """A `Progress` that moves a bar."""
-    return lambda done: bar.update(done - bar.n)
-
-
 @contextmanager
 def show_progress(line: str, *, shown: bool = True, **bar: Any) -> Iterator[Progress]:
     """Shows a bar if standard error is a terminal, else a line every `PLAIN_SECONDS`; with an ETA if `total` is given.
@@ -56,7 +51,7 @@ def show_progress(line: str, *, shown: bool = True, **bar: Any) -> Iterator[Prog
         yield no_progress
     elif sys.stderr.isatty():
         with tqdm(**bar) as on_terminal:
-            yield bar_progress(on_terminal)
+            yield lambda done: on_terminal.update(done - on_terminal.n)
     else:
         yield report
 

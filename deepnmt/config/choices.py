@@ -374,7 +374,7 @@ class VocabFacts(Choice):
     samples: bool = True
 
 
-# data/subword_variants.py, `SAMPLERS`; SentencePiece trains and segments
+# SentencePiece trains and segments; `SAMPLERS` of data/subword_variants.py samples
 VOCAB_KINDS = Choices({
     "bpe": VocabFacts(line="byte-pair encoding", paper="Sennrich et al. 2016", model_type=2),
     "unigram": VocabFacts(line="the unigram model", paper="Kudo 2018", model_type=1),

@@ -11,7 +11,7 @@ For a side of a split, e.g. `train.src`:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,23 @@ def array_of(file: Path, kind: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.memmap(file, kind, "r") if file.stat().st_size else np.zeros(0, kind)  # an empty one cannot be mapped
     except (OSError, ValueError) as error:
         raise DamagedFolder(file.parent, f"{file.name} cannot be read ({error})", KIND) from None
+
+
+def check_tokens(folder: Path, name: str, size: int, kind: Kind) -> None:
+    """Raises `DamagedFolder` if a file of tokens has one that a vocabulary of so many pieces has not."""
+    highest = int(array_of(folder / name, TOKENS[name.rpartition(".")[2]]).max(initial=0))
+    if highest >= size:
+        raise DamagedFolder(folder, f"{name} has a token {highest}, but the vocabulary has {size} pieces", kind)
+
+
+def padded_with_eos(sentences: Sequence[Tokens]) -> tuple[Indices, Indices]:
+    """B sentences of pieces, with eos, padded to the longest: ids [B, L] and lengths [B]."""
+    lengths = np.array([len(sentence) + 1 for sentence in sentences], dtype=np.int64)
+    ids = np.full((len(sentences), int(lengths.max())), PAD, dtype=np.int64)
+    for line, sentence in zip(ids, sentences, strict=True):
+        line[:len(sentence)] = sentence
+        line[len(sentence)] = EOS
+    return ids, lengths
 
 
 class Side:

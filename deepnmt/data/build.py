@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from deepnmt.data.filters import KEPT, Codes, Rules, tally
 from deepnmt.data.prepared import languages_of
 from deepnmt.data.shards import TRAIN
 from deepnmt.data.text import Pair, cleaning_of, corpora_of, read_pairs, write_pairs
-from deepnmt.data.vocab import Vocabulary
+from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import UNK
@@ -92,6 +92,29 @@ def scored_sentences(texts: Mapping[str, Corpus]) -> frozenset[str]:
             for pair in read_pairs(text, tags=False):
                 sentences.update(pair)
     return frozenset(sentences - {""})
+
+
+def sentences_to_learn(vocab: Vocab) -> int:
+    """The most sentences of a side that a vocabulary is learned from."""
+    return max(1, vocab.max_sentences // 2) if vocab.shared else vocab.max_sentences
+
+
+def learn_vocabularies(vocab: Vocab, text: Callable[..., Iterable[str]], tags: list[str]) -> list[bytes]:
+    """The vocabulary, or that of the source and that of the target, from `text(side, ...)`: the sentences of these
+    sides, 0 and 1."""
+    if vocab.shared:
+        return [train_vocabulary(text(0, 1), vocab, tags)]
+    return [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)]
+
+
+def write_vocabularies(folder: Path, models: Sequence[bytes]) -> dict[str, dict[str, Any]]:
+    """Writes those of the source and the target, which may be one; returns what a manifest says of them."""
+    vocabs = {}
+    for side, model in (("src", models[0]), ("trg", models[-1])):
+        (folder / f"{side}.spm").write_bytes(model)
+        vocab = Vocabulary(model)
+        vocabs[side] = {"size": vocab.size, "sha256": vocab.fingerprint}
+    return vocabs
 
 
 def say_what_is_learned(vocab: Vocab, count: int, lines: int) -> None:

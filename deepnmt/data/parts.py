@@ -44,11 +44,14 @@ from deepnmt.data.arrays import KIND, Indices
 from deepnmt.data.build import (
     copy_text,
     encode_text,
+    learn_vocabularies,
     no_pairs_left,
     rules_of,
     say_what_is_learned,
     scored_sentences,
+    sentences_to_learn,
     show_pairs,
+    write_vocabularies,
 )
 from deepnmt.data.encoding import EncodingJob, end_with_parent, submit
 from deepnmt.data.filters import KEPT, NEAR, Codes, Hashes, apply_text_filters, code_of
@@ -64,7 +67,7 @@ from deepnmt.data.shards import FORMAT, SHARD, TRAIN, Entry, content_of, shard_n
 from deepnmt.data.sources import Scan, Span, Unit, lines_of, pairs_of, rows_of, scan, sides_of, units_of
 from deepnmt.data.tables import has_header
 from deepnmt.data.text import Row, cleaning_of, columns_of, corpora_of, input_files, read_lines, read_pairs
-from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
+from deepnmt.data.vocab import given_vocabularies
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
 from deepnmt.progress import Progress, print_status, show_progress
@@ -265,10 +268,7 @@ def _sampled(work: Work, hashes: Hashes) -> npt.NDArray[np.bool_]:
     vocab = work.recipe.vocab
     if vocab.model or work.recipe.data.reuse:
         return np.zeros(len(hashes), dtype=bool)
-    most = vocab.max_sentences
-    if vocab.shared:
-        most = max(1, most // 2)
-    return hashes <= np.uint64(min(2**64 * most // work.lines, 2**64 - 1))
+    return hashes <= np.uint64(min(2**64 * sentences_to_learn(vocab) // work.lines, 2**64 - 1))
 
 
 def encode_unit(work: Work, unit: Unit) -> None:
@@ -454,11 +454,7 @@ def join(work: Work, units: Sequence[Unit]) -> None:
             models = _vocabulary_of(earlier[0], recipe, tags)
         else:
             models = _learn_vocabulary(work, units, temporary, tags)
-        vocabs: dict[str, dict[str, Any]] = {}
-        for side, model in (("src", models[0]), ("trg", models[-1])):
-            (temporary / f"{side}.spm").write_bytes(model)
-            trained = Vocabulary(model)
-            vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
+        vocabs = write_vocabularies(temporary, models)
         sizes, job = (vocabs["src"]["size"], vocabs["trg"]["size"]), EncodingJob(models[0], models[-1])
         splits = {name: _encode_small(temporary, name, text, codes[name], job, sizes) for name, text in texts.items()}
         reusable: dict[str, str] = {}
@@ -571,9 +567,7 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: 
                 for side in sides:
                     yield pair[side]
 
-    if vocab.shared:
-        return [train_vocabulary(text(0, 1), vocab, tags)]
-    return [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)]
+    return learn_vocabularies(vocab, text, tags)
 
 
 def finish(work: Work, units: Sequence[Unit], target: Path) -> None:

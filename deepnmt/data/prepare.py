@@ -26,12 +26,15 @@ from deepnmt.data.build import (
     copy_text,
     encode_text,
     format_reasons,
+    learn_vocabularies,
     no_pairs_left,
     require_pairs,
     rules_of,
     say_what_is_learned,
     scored_sentences,
+    sentences_to_learn,
     show_pairs,
+    write_vocabularies,
 )
 from deepnmt.data.encoding import SEED, EncodingJob
 from deepnmt.data.filters import KEPT, Codes, filter_corpora, tally
@@ -62,7 +65,7 @@ from deepnmt.data.text import (
     read_pairs,
     read_rows,
 )
-from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary
+from deepnmt.data.vocab import given_vocabularies
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -288,12 +291,7 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
 
     if not models:
         models = _train_vocabularies(recipe, codes["train"], tags)
-    vocabs: dict[str, dict[str, Any]] = {}
-    for side, model in (("src", models[0]), ("trg", models[-1])):
-        (folder / f"{side}.spm").write_bytes(model)
-        trained = Vocabulary(model)
-        vocabs[side] = {"size": trained.size, "sha256": trained.fingerprint}
-
+    vocabs = write_vocabularies(folder, models)
     job = EncodingJob(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
@@ -325,10 +323,7 @@ def _count_by_corpus(codes: Codes, ends: dict[str, int], overlaps: list[int]) ->
 def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[bytes]:
     """The vocabulary, or that of the source and that of the target. They are trained on the pairs that were kept, or on
     a random sample of them."""
-    vocab = recipe.vocab
-    most = vocab.max_sentences
-    if vocab.shared:
-        most = max(1, most // 2)
+    vocab, most = recipe.vocab, sentences_to_learn(recipe.vocab)
     rows = np.flatnonzero(codes == KEPT)
     sample = rows
     if len(rows) > most:
@@ -345,9 +340,7 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
                 if is_chosen:
                     yield from (pair[side] for side in sides)
 
-    if vocab.shared:
-        return [train_vocabulary(text(0, 1), vocab, tags)]
-    return [train_vocabulary(text(0), vocab, tags), train_vocabulary(text(1), vocab)]
+    return learn_vocabularies(vocab, text, tags)
 
 
 def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str, int], job: EncodingJob,

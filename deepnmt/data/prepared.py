@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, ValidationError
 from deepnmt import folders
 from deepnmt.config import Cleaning, Corpus, Data, Fact, Filters, Recipe, Vocab, flatten
 from deepnmt.config.plugins import source_of
-from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, array_of
+from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, check_tokens
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
 from deepnmt.data.text import cleaning_of, corpora_of, input_files, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
@@ -100,15 +100,11 @@ class PreparedData:
             UserError: the folder is missing, incomplete, or of another format.
         """
         folder = Path(folder)
-        file = folder / MANIFEST
-        if not folder.exists():
-            raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
-        if not file.is_file():
-            raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to a folder "
-                            "that deepnmt prepare has written")
+        require_manifest(folder)
         manifest = folders.read_json(folder, MANIFEST, KIND)
         if manifest.get("format") != FORMAT:
-            raise UserError(f"{file} is not a manifest of deepnmt's prepared data; set data.folder to another folder")
+            raise UserError(f"{folder / MANIFEST} is not a manifest of deepnmt's prepared data; set data.folder to "
+                            "another folder")
         if manifest.get("version") not in (1, VERSION, SHARDED):
             raise DamagedFolder(folder, f"its format version is {manifest.get('version')!r}, but this deepnmt reads 1 "
                                         f"to {SHARDED}", KIND)
@@ -151,10 +147,7 @@ class PreparedData:
         for name in self.manifest["files"]:
             side, kind = name.split(".")[-2:]
             if kind in TOKENS and side in sizes:
-                highest = int(array_of(self.folder / name, TOKENS[kind]).max(initial=0))
-                if highest >= sizes[side]:
-                    raise DamagedFolder(self.folder, f"{name} has a token {highest}, but the vocabulary {side}.spm has "
-                                                     f"{sizes[side]}", KIND)
+                check_tokens(self.folder, name, sizes[side], KIND)
 
     @property
     def fingerprint(self) -> str:
@@ -258,27 +251,13 @@ def is_free(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
-def manifest_of_task(folder: Path, settings: Mapping[str, Any], kind: folders.Kind) -> dict[str, Any]:
-    """The manifest of a task's prepared folder, once its files have their sizes.
-
-    Args:
-        settings: those that the recipe has, of which the manifest keeps what they were.
-
-    Raises:
-        UserError: there is none, it is damaged, or it was made with other settings.
-    """
+def require_manifest(folder: Path) -> None:
+    """Raises `UserError` if a folder holds no prepared data."""
     if is_free(folder):
         raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
     if not (folder / MANIFEST).is_file():
-        raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to another folder")
-    manifest = folders.read_manifest(folder, kind)
-    folders.check_sizes(folder, manifest, manifest["files"], kind)
-    then = manifest["settings"]
-    for key in then | settings:
-        if then.get(key) != settings.get(key):
-            raise UserError(f"prepared data {folder} was made with {key} {then.get(key)}, but the recipe has "
-                            f"{settings.get(key)}; {REMEDY}")
-    return manifest
+        raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to a folder that "
+                        "deepnmt prepare has written")
 
 
 def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:

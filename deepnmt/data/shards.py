@@ -20,9 +20,19 @@ import numpy.typing as npt
 from pydantic import BaseModel
 
 from deepnmt import folders
-from deepnmt.data.arrays import KIND, OFFSET, TOKENS, Indices, Lengths, Tokens, array_of, variant_stem
+from deepnmt.data.arrays import (
+    KIND,
+    OFFSET,
+    TOKENS,
+    Indices,
+    Lengths,
+    Tokens,
+    array_of,
+    check_tokens,
+    padded_with_eos,
+    variant_stem,
+)
 from deepnmt.folders import DamagedFolder, Kind
-from deepnmt.tokens import EOS, PAD
 
 TRAIN = "train"  # the only split that is in shards
 FORMAT = "deepnmt-shard"
@@ -79,10 +89,7 @@ class Shard:
         for name in self._files:
             side, kind = name.split(".")[-2:]
             if kind in TOKENS and side in sizes:
-                highest = int(array_of(folder / name, TOKENS[kind]).max(initial=0))
-                if highest >= sizes[side]:
-                    raise DamagedFolder(folder, f"{name} has a token {highest}, but the vocabulary {side}.spm has "
-                                                f"{sizes[side]}", SHARD)
+                check_tokens(folder, name, sizes[side], SHARD)
 
     def column(self, name: str) -> Column:
         """One of its columns, such as `train.src`. Raises `DamagedFolder`."""
@@ -145,12 +152,7 @@ class WindowSide:
 
     def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
         """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
-        lengths = self.lengths[indices].astype(np.int64)
-        ids = np.full((len(lengths), int(lengths.max())), PAD, dtype=np.int64)
-        for line, row, length in zip(ids, indices.tolist(), lengths.tolist(), strict=True):
-            line[:length - 1] = self[row]
-            line[length - 1] = EOS
-        return ids, lengths
+        return padded_with_eos([self[row] for row in indices.tolist()])
 
 
 class Window:

@@ -13,7 +13,7 @@ import math
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from deepnmt.data.vocab import SPACE, Vocabulary
@@ -22,7 +22,7 @@ from deepnmt.tokens import UNK
 CACHED = 100_000  # cached results for words; some 50 MB
 UNKNOWN_PENALTY = 10.0  # as in SentencePiece: an unknown character scores this much below the worst piece
 
-_WORDS = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
+WORDS = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
 
 
 class Sampler(ABC):
@@ -41,12 +41,17 @@ class Sampler(ABC):
         batch = []
         for text in texts:
             ids, text = self._vocab.split_tags(text)
-            for word in _WORDS.findall(self._vocab.normalize(text)):
-                for piece in self.sample(word, generator):
-                    if piece != UNK or ids[-1:] != [UNK]:  # like SentencePiece: one unk for several in a row
-                        ids.append(piece)
-            batch.append(ids)
+            batch.append(ids + self.sample_words(WORDS.findall(self._vocab.normalize(text)), generator))
         return batch
+
+    def sample_words(self, words: Iterable[str], generator: random.Random) -> list[int]:
+        """The ids of one segmentation of each word; as SentencePiece has it, one unk for several in a row."""
+        ids: list[int] = []
+        for word in words:
+            for piece in self.sample(word, generator):
+                if piece != UNK or ids[-1:] != [UNK]:
+                    ids.append(piece)
+        return ids
 
 
 class BpeDropout(Sampler):
@@ -156,13 +161,4 @@ class UnigramSampling(Sampler):
         return lattice
 
 
-class WholeWords(Sampler):
-    """A word has one segmentation: itself."""
-
-    def sample(self, word: str, generator: random.Random) -> list[int]:
-        piece = self._pieces.get(word)
-        return [piece.id if piece else UNK]
-
-
-SAMPLERS: dict[str, Callable[[Vocabulary, float], Sampler]] = {
-    "bpe": BpeDropout, "unigram": UnigramSampling, "word": WholeWords}
+SAMPLERS: dict[str, Callable[[Vocabulary, float], Sampler]] = {"bpe": BpeDropout, "unigram": UnigramSampling}

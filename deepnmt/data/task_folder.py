@@ -19,9 +19,9 @@ from typing import Any, ClassVar, TypeVar
 
 from deepnmt import folders
 from deepnmt.config import Fact, Recipe
-from deepnmt.data.arrays import KIND, TOKENS, array_of
+from deepnmt.data.arrays import KIND, TOKENS, check_tokens
 from deepnmt.data.prepare import only_one_process
-from deepnmt.data.prepared import REMEDY, is_free, manifest_of_task
+from deepnmt.data.prepared import REMEDY, is_free, require_manifest
 from deepnmt.data.text import files_of
 from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary, vocabulary_files
 from deepnmt.errors import UserError
@@ -79,10 +79,18 @@ class PreparedFolder:
         be the same.
 
         Raises:
-            UserError: there is none, or it was made with other settings, another vocabulary or from other files.
+            UserError: there is none, it is damaged, or it was made with other settings, another vocabulary or from
+                other files.
         """
-        folder = Path(recipe.data.folder)
-        manifest = manifest_of_task(folder, cls.settings(recipe), cls.kind)
+        folder, settings = Path(recipe.data.folder), cls.settings(recipe)
+        require_manifest(folder)
+        manifest = folders.read_manifest(folder, cls.kind)
+        folders.check_sizes(folder, manifest, manifest["files"], cls.kind)
+        then = manifest["settings"]
+        for key in then | settings:
+            if then.get(key) != settings.get(key):
+                raise UserError(f"prepared data {folder} was made with {key} {then.get(key)}, but the recipe has "
+                                f"{settings.get(key)}; {REMEDY}")
         given = vocabulary_files(Path(recipe.vocab.model)) if recipe.vocab.model else None
         if given and sha256(given[0]) != manifest["files"]["src.spm"]["sha256"]:
             raise UserError(f"prepared data {folder} has another vocabulary than {recipe.vocab.model}, which "
@@ -170,13 +178,8 @@ class PreparedFolder:
         """Compares every byte with the manifest, and tokens with the vocabulary. Raises `UserError`."""
         folders.check_files(self.folder, self.manifest, None, (), self.kind)
         for name in self.manifest["files"]:
-            suffix = name.rpartition(".")[2]
-            if suffix not in TOKENS:
-                continue
-            highest = int(array_of(self.folder / name, TOKENS[suffix]).max(initial=0))
-            if highest >= self.vocab.size:
-                raise folders.DamagedFolder(self.folder, f"{name} has a token {highest}, but the vocabulary has "
-                                            f"{self.vocab.size} pieces", self.kind)
+            if name.rpartition(".")[2] in TOKENS:
+                check_tokens(self.folder, name, self.vocab.size, self.kind)
 
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:

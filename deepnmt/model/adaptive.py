@@ -132,10 +132,10 @@ class Bands:
 class BandedEmbedding(nn.Module):
     """The table in the place of `nn.Embedding`."""
 
-    def __init__(self, bands: Bands, device: torch.device | str | None = None) -> None:
+    def __init__(self, bands: Bands) -> None:
         super().__init__()
         self.bands = bands
-        self.weight = nn.Parameter(torch.empty(bands.rows, bands.width, device=device))
+        self.weight = nn.Parameter(torch.empty(bands.rows, bands.width))
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.bands.embed(self.weight, ids)

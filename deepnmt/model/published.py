@@ -118,10 +118,8 @@ class PublishedAdminClosedForm(Block):
 class UnbiasedLinear(nn.Linear):
     """W x."""
 
-    def __init__(
-        self, columns: int, rows: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(columns, rows, bias=False, device=device, dtype=dtype)
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__(columns, rows, bias=False)
 
 
 class UnbiasedFeedForward(ShiftedFeedForward):

@@ -206,11 +206,9 @@ ACTIVATIONS: dict[str, Activation] = {
 class ShiftedLinear(nn.Linear):
     """W (x - b) + c: a linear map with a trainable scalar b before it (Fixup, Zhang et al. 2019, section 3)."""
 
-    def __init__(
-        self, columns: int, rows: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(columns, rows, device=device, dtype=dtype)
-        self.shift = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__(columns, rows)
+        self.shift = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - self.shift)

@@ -64,7 +64,7 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def _take_lock(file: Path, stack: ExitStack) -> None:
-    """Locks `file` until `stack` is closed, and writes the holder into it. Waits `LOCK_WAIT` seconds for another holder.
+    """Locks `file` until `stack` is closed and writes the holder into it. Waits `LOCK_WAIT` seconds for another holder.
 
     Raises:
         UserError: another process still holds the lock, or this one has no permission.

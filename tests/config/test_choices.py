@@ -25,7 +25,7 @@ from deepnmt.training.task import Task, find_task
     (choices.NORMS, blocks.NORMS),
     (choices.ACTIVATIONS, sublayers.ACTIVATIONS),
     (choices.POSITIONS, positions.POSITIONS),
-    (choices.VOCAB_KINDS, subword_variants.SAMPLERS),
+    (choices.VOCAB_KINDS.where(lambda kind: kind.samples), subword_variants.SAMPLERS),
     (choices.OPTIMIZERS, optimizers.OPTIMIZERS),
     (choices.SCHEDULES, schedules.SCHEDULES),
     (choices.OBJECTIVES, objective.OBJECTIVES),

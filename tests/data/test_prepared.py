@@ -88,6 +88,8 @@ def test_text_keeps_its_lines(folder: Path) -> None:
 def test_missing_other_and_incomplete_folders(folder: Path, tmp_path: Path) -> None:
     assert "there is no prepared data" in _fault(tmp_path / "none")
     (tmp_path / "other").mkdir()
+    assert "there is no prepared data" in _fault(tmp_path / "other")
+    (tmp_path / "other" / "notes").touch()
     assert "holds no manifest.json" in _fault(tmp_path / "other")
     assert "holds no manifest.json" in _fault(folder / "train.src.tokens")
     (folder / "valid.src.txt").unlink()
@@ -188,7 +190,7 @@ def test_data_that_contradict_themselves_are_refused(prepared: Path, tmp_path: P
     """Hashes that fit are no proof in data from elsewhere."""
     folder = tmp_path / "data"
     for name, content, words in (
-        ("valid.trg.tokens", lambda data: b"\xff\xff" + data[2:], "has a token 65535, but the vocabulary trg.spm has"),
+        ("valid.trg.tokens", lambda data: b"\xff\xff" + data[2:], "has a token 65535, but the vocabulary has"),
         ("valid.src.offsets", lambda data: data[:8] + b"\xff" * 8 + data[16:], "does not divide valid.src.tokens"),
         ("valid.src.offsets", lambda data: b"", "does not divide valid.src.tokens"),
         ("valid.src.offsets", lambda data: data[:1], "valid.src.offsets cannot be read"),

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepnmt.config import Modify, Recipe
-from deepnmt.data.arrays import Indices, Lengths, Tokens
+from deepnmt.data.arrays import Indices, Lengths, Tokens, padded_with_eos
 from deepnmt.data.batching import Rows, Sentences, Stream, Text
 from deepnmt.data.prepared import REMEDY, PreparedData
 from deepnmt.data.subword_variants import SAMPLERS
 from deepnmt.errors import UserError
 from deepnmt.extras.modify.modifiers import CASES, MODIFIERS, Pair
 from deepnmt.extras.modify.words import Words
-from deepnmt.tokens import EOS, PAD
 
 LINKS = "links"  # the column that has words of source and target in turn
 EXACT = 50_000  # pairs that are modified in some seconds
@@ -275,13 +274,7 @@ class ModifiedSide:
 
     def with_eos(self, indices: Indices) -> tuple[Indices, Indices]:
         """The sentences `indices` [B] as pieces + eos, padded to the longest: ids [B, L] and lengths [B]."""
-        rows = [self[row] for row in indices.tolist()]
-        lengths = np.array([len(row) + 1 for row in rows], dtype=np.int64)
-        ids = np.full((len(rows), int(lengths.max())), PAD, dtype=np.int64)
-        for line, row in zip(ids, rows, strict=True):
-            line[:len(row)] = row
-            line[len(row)] = EOS
-        return ids, lengths
+        return padded_with_eos([self[row] for row in indices.tolist()])
 
 
 class ModifiedLinks:

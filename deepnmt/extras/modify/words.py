@@ -10,12 +10,11 @@ import random
 import re
 from collections.abc import Sequence
 
-from deepnmt.data.subword_variants import Sampler
+from deepnmt.data.subword_variants import WORDS, Sampler
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.tokens import UNK
 
 UNKNOWN = "\uffff"  # no character
-_WORDS = re.compile(f"{SPACE}?[^{SPACE}]+|{SPACE}")
 _BYTES = re.compile("(?:<0x[0-9A-F]{2}>)+")
 
 
@@ -38,18 +37,13 @@ class Words:
         text = "".join([self._texts[number] for number in ids[begin:]])
         if not self._bytes.isdisjoint(ids):
             text = _BYTES.sub(_characters, text)
-        return list(ids[:begin]), _WORDS.findall(text)
+        return list(ids[:begin]), WORDS.findall(text)
 
     def write(self, words: Sequence[str], generator: random.Random) -> list[int]:
         """The pieces of words."""
         if self._sampler is None:
             return self._vocab.encode(" ".join(word.removeprefix(SPACE) for word in words))
-        ids: list[int] = []
-        for word in words:
-            for piece in self._sampler.sample(word, generator):
-                if piece != UNK or ids[-1:] != [UNK]:  # as SentencePiece: one unk for several in a row
-                    ids.append(piece)
-        return ids
+        return self._sampler.sample_words(words, generator)
 
 
 def _characters(match: re.Match[str]) -> str:
