@@ -26,8 +26,9 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import START, Stream, collate, plan_eval
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.extras.doctor.measures import gradients, ranges
-from deepnmt.extras.doctor.probes import block_of, hooks, layers_of, plain_loss
+from deepnmt.extras.doctor.probes import block_of, layers_of, plain_loss
 from deepnmt.files import make_parent_folder, markdown_table
+from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine

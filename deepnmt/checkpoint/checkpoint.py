@@ -47,6 +47,7 @@ MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is l
 
 Which = Literal["auto", "averaged", "newest", "best"]
 Module = TypeVar("Module", bound=nn.Module)
+BuildModule = Callable[[Callable[[nn.Module], None]], nn.Module]  # with `after_build`, as a Transformer has it
 
 log = logging.getLogger(__name__)
 
@@ -444,9 +445,8 @@ def shapes_differ(model: Model, src_vocab: int, trg_vocab: int, shapes: Mapping[
             return f"the {side} has other than {model.stack(side).layers} layers"
     if TYINGS[model.tied].joint and src_vocab != trg_vocab:
         return f"{SRC_VOCAB} has {src_vocab} pieces and {TRG_VOCAB} {trg_vocab}, but model.tied is {model.tied}"
-    with torch.device("meta"):
-        planned = Transformer(model, src_vocab, trg_vocab, 0, after_build=lambda part: None)
-    return first_difference(shapes_of(dict(planned.named_parameters())), shapes)
+    return first_difference(shapes_by_name(
+        lambda after_build: Transformer(model, src_vocab, trg_vocab, 0, after_build=after_build)), shapes)
 
 
 def check_ramp(folder: Path, model: Model, update: int) -> None:
@@ -471,6 +471,12 @@ def require_model(folder: Path, expected: Model | None) -> None:
         listed = "\n  ".join(map(str, changes))
         raise UserError(f"{folder} holds another model than requested:\n  {listed}\nthese settings of a trained model "
                         "cannot change; remove them, or give another checkpoint")
+
+
+def shapes_by_name(build: BuildModule) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's parameters, which take no memory."""
+    with torch.device("meta"):
+        return shapes_of(dict(build(lambda part: None).named_parameters()))
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

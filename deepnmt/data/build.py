@@ -99,7 +99,7 @@ def sentences_to_learn(vocab: Vocab) -> int:
     return max(1, vocab.max_sentences // 2) if vocab.shared else vocab.max_sentences
 
 
-def learn_vocabularies(vocab: Vocab, text: Callable[..., Iterable[str]], tags: list[str]) -> list[bytes]:
+def learn_vocabularies(vocab: Vocab, text: Callable[..., Iterable[str]], tags: Sequence[str]) -> list[bytes]:
     """The vocabulary, or that of the source and that of the target, from `text(side, ...)`: the sentences of these
     sides, 0 and 1."""
     if vocab.shared:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.model.attention_weights import AttentionHook, layer_index
+from deepnmt.model.attention_weights import AttentionHook, hooks, layer_index
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.model.transformer import Transformer
 
@@ -38,12 +38,9 @@ def alignment_layer(model: Transformer, layer: int) -> int:
 def recorded_attention(attention: CrossAttention) -> Iterator[list[Tensor]]:
     """A list that gets the weights [B, T, S] of every call of a cross-attention, averaged over heads, fp32."""
     weights: list[Tensor] = []
-    handles = AttentionHook(lambda scores: weights.append(scores.softmax(3).mean(1))).attach(attention)
-    try:
+    with hooks() as handles:
+        handles += AttentionHook(lambda scores: weights.append(scores.softmax(3).mean(1))).attach(attention)
         yield weights
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def align(

@@ -36,6 +36,7 @@ from deepnmt.decode.translate import (
 )
 from deepnmt.errors import UserError
 from deepnmt.model.dropout import evaluating
+from deepnmt.model.loss import perplexity
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status
@@ -100,8 +101,8 @@ class Totals:
 
     def __str__(self) -> str:
         mean = self.loss / max(1, self.tokens)
-        perplexity = math.exp(min(mean, 50.0))
-        text = f"loss {mean:.6f} nats a token over {self.tokens:,} tokens, perplexity {perplexity:.4f}"
+        text = (f"loss {mean:.6f} nats a token over {self.tokens:,} tokens, perplexity "
+                f"{perplexity(self.loss, max(1, self.tokens)):.4f}")
         if self.sets:
             text += (f"\naccuracy {self.right / self.sets:.4f}: the first is the likeliest in {self.right:,} of "
                      f"{self.sets:,} lines")

@@ -1,11 +1,12 @@
-"""To look at what a cross-attention attends to: its scores, and a hook that gets them.
+"""To look at what a cross-attention attends to: its scores, a hook that gets them, and hooks that go again.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+@contextmanager
+def hooks() -> Iterator[list[RemovableHandle]]:
+    """A list for handles of hooks; removes all hooks in it on exit."""
+    handles: list[RemovableHandle] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class AttentionHook:

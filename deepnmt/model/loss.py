@@ -10,6 +10,7 @@ outside matrix products. Here each chunk of rows is projected and its gradients 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,11 @@ _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 _ROW_MULTIPLE = 64
 
 _LEAST = 1e-30  # probability whose logarithm is exact enough; fp32 has normal numbers down to 1e-38
+
+
+def perplexity(nll: float, tokens: float) -> float:
+    """e to the power of the mean plain loss, from the sum in nats over so many tokens; at most e^50."""
+    return math.exp(min(nll / tokens, 50.0))
 
 
 class LossSums(NamedTuple):

@@ -6,13 +6,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from deepnmt.checkpoint.checkpoint import shapes_of
+from deepnmt.checkpoint.checkpoint import BuildModule, shapes_by_name
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
 from deepnmt.checkpoint.saving import in_shards
 from deepnmt.config import Model, Recipe, TunedAt, dump_recipe, with_settings
@@ -50,7 +50,6 @@ _REMEDIES = {"activations": "batch.tokens, or set parallel.recompute_layers", "l
          "positions": "model.max_length"}  # what needs less memory when it is lower, by what needs most
 _TENSORS_OF_ENDS = 2  # the same for the embeddings and outputs of a stack, once
 
-BuildModule = Callable[[Callable[[nn.Module], None]], nn.Module]
 
 
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
@@ -230,12 +229,6 @@ def _update_size(recipe: Recipe, ranks: int) -> str:
                 f"micro-batch(es) of at most {batch.tokens})")
     return (f"{batch.tokens * batch.accumulation * ranks:,} at most, padding included ({ranks} process(es) x "
             f"{batch.accumulation} micro-batch(es) x {batch.tokens})")
-
-
-def shapes_by_name(build: BuildModule) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's parameters, which take no memory."""
-    with torch.device("meta"):
-        return shapes_of(dict(build(lambda part: None).named_parameters()))
 
 
 def plan_by_shapes(recipe: Recipe, layout: Layout, build: BuildModule, model: str, rows: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ from deepnmt.checkpoint.checkpoint import (
     model_in,
     open_model,
     read_task_files,
+    shapes_by_name,
     verify_files,
 )
 from deepnmt.config import Recipe, changed_settings, load_recipe
@@ -26,19 +27,16 @@ from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.config.fields import Fact
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.files import sha256
-from deepnmt.folders import MANIFEST
 from deepnmt.model.encoder import Encoder, EncoderInitialiser
 from deepnmt.model.init import Source
 from deepnmt.parallel.build import build_engine
 from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.handshake import agree
 from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.training.dry_run import plan_by_shapes, shapes_by_name
-from deepnmt.training.fine_tuning import check_parts, find_trained
+from deepnmt.training.dry_run import plan_by_shapes
+from deepnmt.training.fine_tuning import agree_on_trained, check_parts, find_trained
 
 BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
 
@@ -74,9 +72,7 @@ def trained_encoder(
     Raises:
         UserError: on every process; there is no such model, it is damaged, or its encoder or vocabulary is another.
     """
-    folder = ranks.raise_everywhere(lambda: find_trained(recipe))
-    agree(ranks, "the models to begin with", {"train.init_from's manifest": sha256(folder / MANIFEST)[:8]},
-          "give all machines the same model")
+    folder = agree_on_trained(recipe, ranks)
     ranks.raise_everywhere(lambda: check_trained(recipe, shapes, vocab, folder))
     if ranks.first:
         print_status(f"beginning with the encoder of {folder}")

@@ -20,7 +20,7 @@ from deepnmt.checkpoint.checkpoint import (
     load_state,
     model_in,
     read_task_files,
-    shapes_of,
+    shapes_by_name,
     verify_model,
 )
 from deepnmt.checkpoint.tensors import Renamed
@@ -46,15 +46,21 @@ def trained_weights(recipe: Recipe, vocabs: Vocabs, ranks: Ranks) -> Renamed:
         UserError: on every process; there is no such model, it is damaged, it does not fit the recipe or the
             vocabularies of the data, or the machines see different ones.
     """
-    folder = ranks.raise_everywhere(lambda: find_trained(recipe))
-    agree(ranks, "the models to begin with", {"train.init_from's manifest": sha256(folder / MANIFEST)[:8]},
-          "give all machines the same model")
+    folder = agree_on_trained(recipe, ranks)
     ranks.raise_everywhere(lambda: verify_model(folder) if ranks.local_rank == 0 else None)
     names = ranks.raise_everywhere(lambda: origins(recipe, vocabs, folder))
     if ranks.first:
         warn_if_outdated(folder)
         print_status(f"beginning with the weights of {folder}")
     return Renamed(model_in(folder), names)
+
+
+def agree_on_trained(recipe: Recipe, ranks: Ranks) -> Path:
+    """`find_trained` on every process. Raises `UserError` if they find different models. Collective."""
+    folder = ranks.raise_everywhere(lambda: find_trained(recipe))
+    agree(ranks, "the models to begin with", {"train.init_from's manifest": sha256(folder / MANIFEST)[:8]},
+          "give all machines the same model")
+    return folder
 
 
 def find_trained(recipe: Recipe) -> Path:
@@ -73,9 +79,8 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
             see `check_ramp`.
     """
     old, shapes = load_recipe(folder / RECIPE).model, model_in(folder).shapes
-    with torch.device("meta"):
-        planned = Transformer(recipe.model, vocabs[0].size, vocabs[1].size, 0, after_build=lambda part: None)
-    expected = shapes_of(dict(planned.named_parameters()))
+    sizes = (vocabs[0].size, vocabs[1].size)
+    expected = shapes_by_name(lambda after_build: Transformer(recipe.model, *sizes, 0, after_build=after_build))
     grown = _grown(recipe, old, folder)
     names = {name: _origin(name, grown, recipe.train.grow) for name in expected}
     actual = {name: shapes[origin] for name, origin in names.items() if origin in shapes}

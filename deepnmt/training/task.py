@@ -7,7 +7,6 @@ decoding need a `Transformer`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from deepnmt.config import Recipe
 from deepnmt.config.plugins import Table
 from deepnmt.data.batching import Position
 from deepnmt.errors import UserError
+from deepnmt.model.loss import perplexity
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
@@ -64,11 +64,6 @@ class Validation:
         loss, nll, tokens = map(float, sums)
         mean = loss / tokens
         return cls(mean, perplexity(nll, tokens), mean if value is None else value, figures)
-
-
-def perplexity(nll: float, tokens: float) -> float:
-    """e to the power of the mean plain loss, from the sum in nats over so many tokens; at most e^50."""
-    return math.exp(min(nll / tokens, 50.0))
 
 
 @dataclass(frozen=True)

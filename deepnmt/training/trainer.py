@@ -21,6 +21,7 @@ from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
 from deepnmt.folders import FolderWriteError
+from deepnmt.model.loss import perplexity
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.ds_config import check_with_deepspeed, layout_of, untested_deepspeed
 from deepnmt.parallel.engine import Engine
@@ -243,7 +244,7 @@ class Trainer:
         self.monitor.train(state.update, {
             "epoch": state.position.epoch + 1,
             "loss": interval.loss / interval.tokens,
-            "perplexity": math.exp(min(interval.nll / interval.tokens, 50.0)),
+            "perplexity": perplexity(interval.nll, interval.tokens),
             "learning_rate": interval.rate,
             "gradient_norm": interval.gradient_norm / interval.applied,
             "loss_scale": interval.loss_scale,

@@ -23,7 +23,6 @@ from deepnmt.batch import Batch
 from deepnmt.extras.doctor.probes import (
     block_of,
     evaluating,
-    hooks,
     layers_of,
     matrices,
     mean_loss,
@@ -34,6 +33,7 @@ from deepnmt.extras.doctor.probes import (
     sublayers,
     watching,
 )
+from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES, Norm, Side, Stream, stream_of, tensors
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import BLOCKS
-from deepnmt.extras.doctor.probes import hooks
+from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import set_clock
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
+from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Block, Side, Stream, tensors
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.transformer import Transformer
@@ -32,17 +33,6 @@ Observe = Callable[[str, Tensor], None]
 
 # The matrices stacked in one parameter, in the order of its rows.
 _STACKED = {"qkv.weight": ("q", "k", "v"), "kv.weight": ("k", "v")}
-
-
-@contextmanager
-def hooks() -> Iterator[list[torch.utils.hooks.RemovableHandle]]:
-    """A list for handles of hooks; removes all hooks in it on exit."""
-    handles: list[torch.utils.hooks.RemovableHandle] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _layer_hooks(

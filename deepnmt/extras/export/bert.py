@@ -32,6 +32,7 @@ from deepnmt.checkpoint.checkpoint import (
     find_checkpoint,
     first_difference,
     load_state,
+    shapes_by_name,
     write_checkpoint,
 )
 from deepnmt.config import Recipe, check_recipe, dump_recipe
@@ -42,7 +43,6 @@ from deepnmt.extras.export.exported import FACTS, KIND, require_finite, weights_
 from deepnmt.files import write_text
 from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
-from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.encoders import load_encoder
 
 TASK = "masked_lm"

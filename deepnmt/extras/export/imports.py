@@ -28,7 +28,13 @@ from safetensors.torch import load_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import Contents, TrainingState, first_difference, shapes_of, write_checkpoint
+from deepnmt.checkpoint.checkpoint import (
+    Contents,
+    TrainingState,
+    shapes_differ,
+    shapes_of,
+    write_checkpoint,
+)
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -166,9 +172,7 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     }, f"the model in {folder}")
     weights = _renamed(foreign, recipe)
     sizes = (Vocabulary(foreign.vocabs[0]).size, Vocabulary(foreign.vocabs[1]).size)
-    with torch.device("meta"):  # of the right shapes before it takes memory
-        planned = Transformer(recipe.model, *sizes, recipe.seed, after_build=lambda part: None)
-    difference = first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(weights))
+    difference = shapes_differ(recipe.model, *sizes, shapes_of(weights))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
     require_finite(weights, folder)

@@ -24,7 +24,7 @@ from deepnmt.checkpoint.checkpoint import (
     Contents,
     TrainingState,
     check_ramp,
-    first_difference,
+    shapes_differ,
     shapes_of,
     write_checkpoint,
 )
@@ -204,9 +204,7 @@ def import_model(folder: Path, run: Path) -> str:
                  "block": min(512, settings["max_length"])},
         "batch": {"tokens": max(4096, settings["max_length"])}, "train": {"updates": 1},
     }, f"the model in {folder}")
-    with torch.device("meta"):
-        planned = Transformer(recipe.model, vocab.size, vocab.size, recipe.seed, after_build=lambda part: None)
-    difference = first_difference(shapes_of(dict(planned.named_parameters())), shapes_of(ours))
+    difference = shapes_differ(recipe.model, vocab.size, vocab.size, shapes_of(ours))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
     fill(Transformer(recipe.model, vocab.size, vocab.size, recipe.seed), ours.__getitem__)  # finds what is no number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from itertools import chain
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, reporting, table, write_json
+from deepnmt.model.loss import perplexity
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tasks.language_model.model import Loaded, continue_text, load, score_stream
@@ -62,7 +62,7 @@ def evaluate_run(
         [nll] = ranks.sum([-float(every.sum())])
         counts = data.counts(split)
         measured = figures(nll, counts)
-        scores[name] = {**measured, "perplexity": math.exp(min(nll / counts["tokens"], 50.0)), "nll": nll, **counts}
+        scores[name] = {**measured, "perplexity": perplexity(nll, counts["tokens"]), "nll": nll, **counts}
         rows.append((name, f"{counts['words']:,}", f"{counts['tokens']:,}", f"{measured['word_perplexity']:.2f}",
                      f"{scores[name]['perplexity']:.2f}", f"{measured['bits_per_byte']:.4f}"))
     if ranks.first:
@@ -111,8 +111,8 @@ def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoin
     words = sum(len(line.split()) + 1 for line in lines)
     if lines:
         nll = -float(scores.sum())
-        print_status(f"{len(lines):,} lines, perplexity {math.exp(min(nll / words, 50.0)):.2f} a word, "
-                     f"{math.exp(min(nll / len(tokens), 50.0)):.2f} a token")
+        print_status(f"{len(lines):,} lines, perplexity {perplexity(nll, words):.2f} a word, "
+                     f"{perplexity(nll, len(tokens)):.2f} a token")
 
 
 def sample_text(

@@ -10,6 +10,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.batching import plan_eval
 from deepnmt.data.examples import ExampleStream
 from deepnmt.model.admin_profile import AdminProfile
+from deepnmt.model.loss import perplexity
 from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
@@ -17,7 +18,7 @@ from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.training.dry_run import micro_batches, plan_of
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins
 from deepnmt.training.profile import first_of, profile_on
-from deepnmt.training.task import Task, Validation, perplexity
+from deepnmt.training.task import Task, Validation
 from deepnmt.training.transformers import start_transformer
 from deepnmt.training.validation import sum_losses
 

@@ -34,7 +34,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
-from deepnmt.model.attention_weights import AttentionHook
+from deepnmt.model.attention_weights import AttentionHook, hooks
 from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.parallel.engine import Engine
@@ -169,18 +169,14 @@ def _watching(module: nn.Module, batches: Sequence[Batch]) -> Iterator[dict[str,
             add("attentions", counted.sum().double())
 
     parts = dict(module.named_modules())
-    handles = []
-    for side in SIDES:
-        if f"{side}.norm" in parts:
-            handles.append(parts[f"{side}.norm"].register_forward_hook(partial(see_output, side, iter(batches))))
-    for part in parts.values():
-        if isinstance(part, CrossAttention):
-            handles += AttentionHook(partial(see_scores, iter(batches))).attach(part)
-    try:
+    with hooks() as handles:
+        for side in SIDES:
+            if f"{side}.norm" in parts:
+                handles.append(parts[f"{side}.norm"].register_forward_hook(partial(see_output, side, iter(batches))))
+        for part in parts.values():
+            if isinstance(part, CrossAttention):
+                handles += AttentionHook(partial(see_scores, iter(batches))).attach(part)
         yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _tokens(batch: Batch, side: Side) -> Tensor:

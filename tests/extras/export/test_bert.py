@@ -12,7 +12,14 @@ import transformers
 from refusals import Refused
 from safetensors.torch import load_file, save_file
 
-from deepnmt.checkpoint.checkpoint import Contents, TrainingState, load_weights, read_task_files, write_checkpoint
+from deepnmt.checkpoint.checkpoint import (
+    Contents,
+    TrainingState,
+    load_weights,
+    read_task_files,
+    shapes_by_name,
+    write_checkpoint,
+)
 from deepnmt.cli import main
 from deepnmt.config import Vocab, check_recipe, dump_recipe, load_recipe
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
@@ -20,7 +27,6 @@ from deepnmt.extras.export import bert
 from deepnmt.model.blocks import Block
 from deepnmt.tasks.masked_lm.model import build_of
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe
-from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.encoders import load_encoder
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text" / "train.en"

@@ -16,7 +16,7 @@ from tiny_engines import parallel
 from torch.nn import functional as F
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import load_weights, newest_checkpoint
+from deepnmt.checkpoint.checkpoint import load_weights, newest_checkpoint, shapes_by_name
 from deepnmt.cli import main
 from deepnmt.config import Vocab, check_recipe, load_recipe
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
@@ -30,7 +30,6 @@ from deepnmt.tasks.classify.model import build_of
 from deepnmt.tasks.classify.settings import ClassifyRecipe
 from deepnmt.tasks.classify.task import TASK, validate
 from deepnmt.tokens import BOS, EOS
-from deepnmt.training.dry_run import shapes_by_name
 from deepnmt.training.state import TrainState
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text"

@@ -17,7 +17,7 @@ from tiny_engines import parallel
 from torch.nn import functional as F
 from warm import Warm
 
-from deepnmt.checkpoint.checkpoint import load_weights, newest_checkpoint
+from deepnmt.checkpoint.checkpoint import load_weights, newest_checkpoint, shapes_by_name
 from deepnmt.cli import main
 from deepnmt.config import check_recipe, load_recipe
 from deepnmt.config.encoders import EncoderModel
@@ -31,7 +31,6 @@ from deepnmt.tasks.masked_lm.prepare import PreparedText
 from deepnmt.tasks.masked_lm.settings import MaskedRecipe, Masking
 from deepnmt.tasks.masked_lm.task import TASK, text_of, validate
 from deepnmt.tokens import BOS, EOS, PAD
-from deepnmt.training.dry_run import shapes_by_name
 
 TEXT = Path(__file__).resolve().parents[2] / "fixtures" / "text"
 VOCAB, MASK_ID = 1000, 4
