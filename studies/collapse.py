@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +18,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-import deepnmt
 from deepnmt.config import Recipe
-from deepnmt.errors import UserError
-from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
 from deepnmt.model.blocks import Block
 from deepnmt.plots import COLOURS, GREY, LEGEND, panels, save
 from deepnmt.progress import print_status
-from studies.runs import Record, json_lines
+from studies.runs import Record, json_lines, known_runs, short_run
 
 UPDATES = 300
 LEVELS: dict[str, list[Any]] = {
@@ -72,14 +67,14 @@ def draw(number: int) -> dict[str, Any]:
     return settings | {"block": LEVELS["block"][number % len(LEVELS["block"])]}
 
 
-def recipe_settings(drawn: Mapping[str, Any], run: Path) -> dict[str, Any]:
+def recipe_settings(drawn: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a recipe for a draw."""
     rate = drawn["embedding_rate"]
     factors = {side: drawn[f"{side}_rate"] / rate for side in ("encoder", "decoder")}
     init = "depth_scaled" if drawn["depth_scaled"] else "auto"
     stacks = {f"model.{side}.{name}": drawn[name] for side in factors for name in ("block", "layers")}
     return stacks | {
-        "run": str(run), "seed": drawn.get("seed", 1), "model.width": drawn["width"], "model.ffn": 2 * drawn["width"],
+        "seed": drawn.get("seed", 1), "model.width": drawn["width"], "model.ffn": 2 * drawn["width"],
         "model.encoder.init": init, "model.decoder.init": init, "model.tied": "none" if drawn["untied"] else "all",
         "optimizer.lr": rate, "optimizer.lr_factors": factors, "optimizer.betas": [0.9, drawn["beta2"]],
         "optimizer.eps": drawn["epsilon"],
@@ -99,9 +94,7 @@ def run_draws(recipe: Recipe, records: Path, first: int, count: int, seconds: fl
     Raises:
         UserError: the recipe's data are not prepared.
     """
-    make_parent_folder(records, "--runs")
-    drop_partial_line(records)
-    done: list[Record] = [record for _, record in read_numbered_log(records)] if records.exists() else []
+    done = known_runs(records)
     numbers = {record["number"] for record in done}
     started = time.monotonic()
     for number in range(first, first + count):
@@ -119,18 +112,8 @@ def run_draws(recipe: Recipe, records: Path, first: int, count: int, seconds: fl
 def train_draw(recipe: Recipe, number: int) -> Record:
     """Trains one draw; returns its record. Of a run that diverged it has the validations before."""
     drawn, started = draw(number), time.process_time()
-    folder = Path(tempfile.mkdtemp(prefix="collapse-"))
-    try:
-        try:
-            with _scaled_embeddings(drawn.get("embedding_scale", 1.0)):
-                deepnmt.train(recipe, recipe_settings(drawn, folder / "run"))
-        except UserError as fault:
-            if not (folder / "run/log.jsonl").exists():
-                raise
-            print_status(f"draw {number}: {fault}")
-        log = [record for _, record in read_numbered_log(folder / "run/log.jsonl") if record["type"] == "valid"]
-    finally:
-        shutil.rmtree(folder)
+    with _scaled_embeddings(drawn.get("embedding_scale", 1.0)):
+        log = short_run(recipe, recipe_settings(drawn))
     names = ("update", "source_gain", "encoder_common", "decoder_common", "cross_attention_entropy", "perplexity")
     return {"number": number, "drawn": drawn, "cpu_seconds": round(time.process_time() - started, 1),
             "validations": [{name: record[name] for name in names if name in record} for record in log]}

@@ -24,10 +24,10 @@ import yaml
 from deepnmt.data.text import read_lines
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
-from deepnmt.files import drop_partial_line, make_parent_folder, markdown_table, read_numbered_log
+from deepnmt.files import markdown_table, read_numbered_log
 from deepnmt.progress import print_status
 from studies.plots import plot_comparison
-from studies.runs import Record, json_lines
+from studies.runs import Record, json_lines, known_runs
 from studies.scores import bleu, difference_of_runs, pack, sentence_counts, unpack, with_totals
 
 _VALIDATION = ("update", "perplexity", "bleu", "source_gain", "encoder_common", "cross_attention_entropy")
@@ -81,9 +81,7 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
     Raises:
         UserError: a command failed.
     """
-    make_parent_folder(records, "--runs")
-    drop_partial_line(records)
-    done = {(record["arm"], record["seed"]) for _, record in read_numbered_log(records)} if records.exists() else set()
+    done = {(record["arm"], record["seed"]) for record in known_runs(records)}
     started = time.monotonic()
     missing = [run for run in plan.runs() if run not in done]
     while missing and time.monotonic() - started < seconds:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepnmt
+from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor.variants import initialisation
-from deepnmt.files import drop_partial_line
+from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
 from deepnmt.model.blocks import BLOCKS
+from deepnmt.progress import print_status
 
 Record = dict[str, Any]
 
@@ -86,6 +91,32 @@ def read_runs(
                             f"{foreign}") from None
         records.append(record)
     return records
+
+
+def known_runs(path: Path) -> list[Record]:
+    """The runs of a file that a study adds to, whose folder is made; an unfinished line is dropped."""
+    make_parent_folder(path, "--runs")
+    drop_partial_line(path)
+    return [record for _, record in read_numbered_log(path)]
+
+
+def short_run(recipe: Recipe, settings: Mapping[str, Any]) -> list[Record]:
+    """Trains a recipe in a folder that is deleted; its validations. Of one that diverges, those before.
+
+    Raises:
+        UserError: training did not begin.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="study-"))
+    try:
+        try:
+            deepnmt.train(recipe, {**settings, "run": str(folder / "run")})
+        except UserError as fault:
+            if not (folder / "run/log.jsonl").exists():
+                raise
+            print_status(str(fault))
+        return [record for _, record in read_numbered_log(folder / "run/log.jsonl") if record["type"] == "valid"]
+    finally:
+        shutil.rmtree(folder)
 
 
 def append_runs(path: Path, done: Iterable[Sequence[Record]]) -> Iterator[Sequence[Record]]:

@@ -7,21 +7,16 @@ A run is a line of JSON; the same command adds the missing ones.
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import deepnmt
 from deepnmt.config import Recipe
-from deepnmt.errors import UserError
 from deepnmt.extras.doctor.coordinates import Size, at_size
-from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
 from deepnmt.progress import print_status
-from studies.runs import Record, json_lines
+from studies.runs import Record, json_lines, known_runs, short_run
 
 RATES = 7  # each twice the one before; the recipe's is in the middle
 SMALL = Size(64, 4, 4)
@@ -56,10 +51,7 @@ def run_all(recipe: Recipe, records: Path, seeds: int, updates: int, seconds: fl
         UserError: the recipe's data are not prepared, or its block cannot carry a rate over.
     """
     at_size(recipe, SMALL, SMALL)
-    make_parent_folder(records, "--runs")
-    drop_partial_line(records)
-    done: list[Record] = [record for _, record in read_numbered_log(records)] if records.exists() else []
-    plan, started = planned(recipe, seeds), time.monotonic()
+    done, plan, started = known_runs(records), planned(recipe, seeds), time.monotonic()
     for run in (run | {"updates": updates} for run in plan):
         if any(run.items() <= record.items() for record in done):
             continue
@@ -74,22 +66,13 @@ def run_all(recipe: Recipe, records: Path, seeds: int, updates: int, seconds: fl
 
 def train(recipe: Recipe, run: Record) -> Record:
     """Trains one run; its validation loss and what the source is worth, null if it diverged, and its CPU seconds."""
-    started, folder = time.process_time(), Path(tempfile.mkdtemp(prefix="transfer-"))
+    started = time.process_time()
     sized = at_size(recipe, Size(*run["size"]), SMALL if run["carried"] else None)
     settings: dict[str, Any] = {
-        "run": str(folder / "run"), "seed": run["seed"], "optimizer.lr": run["rate"], "train.updates": run["updates"],
+        "seed": run["seed"], "optimizer.lr": run["rate"], "train.updates": run["updates"],
         "train.validate_every": run["updates"], "train.save_every": run["updates"], "train.valid_bleu": False,
         "train.log_every": max(1, run["updates"] // 4)}
-    try:
-        try:
-            deepnmt.train(sized, settings)
-        except UserError as fault:
-            if not (folder / "run/log.jsonl").exists():
-                raise
-            print_status(str(fault))
-        log = [record for _, record in read_numbered_log(folder / "run/log.jsonl") if record["type"] == "valid"]
-    finally:
-        shutil.rmtree(folder)
+    log = short_run(sized, settings)
     ended = bool(log) and log[-1]["update"] == run["updates"] and math.isfinite(log[-1]["loss"])
     return {"loss": log[-1]["loss"] if ended else None, "gain": log[-1].get("source_gain") if ended else None,
             "cpu_seconds": round(time.process_time() - started, 1)}

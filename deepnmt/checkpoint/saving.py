@@ -126,11 +126,6 @@ class Saver:
         texts = texts_of(state, recipe_yaml, files)
         self._writing = self._pool.submit(self._write, state.update, texts, then, time.monotonic() - started)
 
-    @property
-    def copy_bytes(self) -> int:
-        """Bytes of this process's copy."""
-        return sum(slot.nbytes for slot in self._copy)
-
     def done(self) -> bool:
         """Whether `wait` has something to report, and would return it at once on every process. Collective."""
         if self._writing is None:

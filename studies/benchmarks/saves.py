@@ -96,7 +96,7 @@ def run_saves(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
         ranks.barrier()
         if ranks.first:
             shutil.rmtree(folder / f"update-{number + 1:08d}")
-    own = json.dumps([saver.copy_bytes, resident() - before, own_peak()])
+    own = json.dumps([sum(slot.nbytes for slot in saver._copy), resident() - before, own_peak()])
     each = [json.loads(one) for one in ranks.gather_bytes(own.encode()) or []]
     saver.close()
     engine.close()

@@ -62,7 +62,7 @@ def test_pairs_differ_in_the_size_of_the_embeddings_alone(prepared: Path, tmp_pa
 def test_every_block_takes_the_further_settings(prepared: Path, block: str) -> None:
     recipe = load_recipe(prepared / "recipe.yaml")
     highest = {name: levels[-1] for name, levels in (collapse.LEVELS | collapse.FURTHER).items()} | {"block": block}
-    changed = deepnmt.api.read_recipe(recipe, collapse.recipe_settings(highest, prepared / "run"))
+    changed = deepnmt.api.read_recipe(recipe, collapse.recipe_settings(highest))
     assert changed.model.tied == "none" and changed.model.encoder.init == "depth_scaled"
     assert changed.optimizer.eps == 1e-5 and changed.train.freeze == ["*bias"]
 
