@@ -43,13 +43,17 @@ from deepnmt.processes.ranks import Ranks
 ONE_FILE_BYTES = 1_000_000_000  # of weights and moments; several processes write more than this in shards
 
 
+def state_bytes(recipe: Recipe, parameters: int) -> int:
+    """Bytes of a checkpoint's weights and moments."""
+    return 4 * parameters * (1 + len(moment_names(recipe)))
+
+
 def in_shards(recipe: Recipe, parameters: int, processes: int) -> bool:
     """Whether a run with so many parameters writes its checkpoints in shards, by `train.checkpoint_form`."""
     form = recipe.train.checkpoint_form
     if form != "auto":
         return form == "shards"
-    state = 4 * parameters * (1 + len(moment_names(recipe)))
-    return processes > 1 and state >= ONE_FILE_BYTES
+    return processes > 1 and state_bytes(recipe, parameters) >= ONE_FILE_BYTES
 
 
 @dataclass(frozen=True)

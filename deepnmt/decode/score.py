@@ -202,7 +202,6 @@ def score_lines(
     pieces: bool = False,
     top: int = 0,
     progress: Progress = no_progress,
-    warn: bool = True,
 ) -> list[list[Scored]]:
     """Scores sentences' translations on the models' device.
 
@@ -213,7 +212,6 @@ def score_lines(
         settings, pieces, top: see `score_files`.
         numbers: line numbers, for warnings; by default 1, 2, …
         progress: called after each batch with the number of lines done, or nearly so.
-        warn: whether to warn of truncated lines.
 
     Raises:
         UserError: a piece is not in the vocabulary.
@@ -224,12 +222,12 @@ def score_lines(
     results: list[list[Scored]] = []
     rows: list[_Row] = []
     for (text, translations), number in zip(lines, numbers or range(1, len(lines) + 1)):
-        source = [*cut(src_vocab.encode(text.strip()), limit, f"line {number}", "used", warn), EOS]
+        source = [*cut(src_vocab.encode(text.strip()), limit, f"line {number}", "used", True), EOS]
         results.append([Scored("", 0.0, 0.0, 0)] * len(translations))
         for place, translation in enumerate(translations):
             ids = _ids(translation, trg_vocab, number)
             if translation.ended:
-                ids = [*cut(ids, limit, f"the translation of line {number}", "scored", warn), EOS]
+                ids = [*cut(ids, limit, f"the translation of line {number}", "scored", True), EOS]
             target = ids[:limit]
             if target:
                 rows.append(_Row(len(results) - 1, place, source, target, translation))

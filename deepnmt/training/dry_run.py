@@ -14,11 +14,11 @@ from torch import nn
 
 from deepnmt.checkpoint.checkpoint import BuildModule, shapes_by_name
 from deepnmt.checkpoint.retention import check_average_last, most_at_once
-from deepnmt.checkpoint.saving import in_shards
+from deepnmt.checkpoint.saving import in_shards, state_bytes
 from deepnmt.config import Model, Recipe, TunedAt, dump_recipe, with_settings
 from deepnmt.config.choices import ACTIVATIONS, Use
 from deepnmt.data.mixing import stream_kind, training_stream
-from deepnmt.data.prepared import check_vocabularies, open_prepared, trained_on
+from deepnmt.data.prepared import check_vocabularies, is_free, open_prepared, trained_on
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.device import CARDS, RESERVED, memory
 from deepnmt.errors import UserError
@@ -209,7 +209,7 @@ def factor_table(recipe: Recipe) -> str:
 def disk_note(recipe: Recipe, parameters: int) -> str:
     """A sentence on the disk that the run's checkpoints take, and whether there is as much."""
     train, folder = recipe.train, Path(recipe.run) / "checkpoints"
-    each = 4 * parameters * (1 + len(moment_names(recipe)))
+    each = state_bytes(recipe, parameters)
     count = most_at_once(train)
     used = sum(file.stat().st_size for file in folder.glob("*/*") if file.is_file())
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -269,7 +269,7 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     begin: Path | None = None
     per_update = micro_batches(recipe)
     folder = Path(recipe.data.folder)
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if is_free(folder):
         sizes = (recipe.vocab.size, recipe.vocab.size)
         if recipe.vocab.model:
             check_vocabularies(Path(recipe.vocab.model))
@@ -353,7 +353,7 @@ def plan_of(
         rows["small micro-batch"] = (
             f"batch.tokens ({recipe.batch.tokens:,}) is below {_BUSY_GPU_TOKENS:,}: a fast GPU waits for the host to "
             f"launch its kernels; set it higher, and {other}")
-    state = 4 * parameters * (1 + len(moment_names(recipe))) / 1e6
+    state = state_bytes(recipe, parameters) / 1e6
     rows["checkpoints"] = (
         f"in {world} shard(s) of {state / world:,.0f} MB; each process holds a copy of its own"
         if in_shards(recipe, parameters, world) else

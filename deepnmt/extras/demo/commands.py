@@ -6,7 +6,7 @@ from deepnmt.arguments import parse, recipe_parser
 from deepnmt.commands import TRY, Command
 
 
-def demo(words: list[str]) -> int:
+def demo(words: list[str]) -> None:
     """Train and score a deep model on a small artificial corpus."""
     parser = recipe_parser(
         "demo",
@@ -23,7 +23,7 @@ def demo(words: list[str]) -> int:
     args, recipe = parse(parser, words)
     from deepnmt.extras.demo.run import run_demo
 
-    return run_demo(recipe, args.pairs)
+    run_demo(recipe, args.pairs)
 
 
 GROUP = TRY

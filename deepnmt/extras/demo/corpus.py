@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from deepnmt.data.prepared import is_free
 from deepnmt.errors import UserError
 from deepnmt.extras.demo.grammar import Grammar
 from deepnmt.files import sha256
@@ -52,8 +53,7 @@ def make_corpus(
             return stamp
     except (OSError, ValueError, KeyError):
         pass  # missing or damaged
-    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not empty and not (folder / _STAMP).is_file():
+    if not is_free(folder) and not (folder / _STAMP).is_file():
         raise UserError(f"{folder} has other content than a demo corpus; choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

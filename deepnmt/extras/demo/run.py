@@ -26,8 +26,8 @@ from deepnmt.version import PACKAGE
 _MAIN = PACKAGE.resolve() / "__main__.py"
 
 
-def run_demo(recipe: Recipe, pairs: int) -> int:
-    """Runs every step and returns the exit code.
+def run_demo(recipe: Recipe, pairs: int) -> None:
+    """Runs every step.
 
     Args:
         recipe: its training text must be two files in one folder, `train.en` and `train.de`; the demo writes them.
@@ -74,7 +74,6 @@ def run_demo(recipe: Recipe, pairs: int) -> int:
         if len(recipe.data.test) > 1:
             print(f"  on {name}")
     print_status(f"the demo took {clock(time.monotonic() - started)}; everything is in {run}/")
-    return 0
 
 
 def train_on_all(recipe: Recipe) -> None:

@@ -39,7 +39,7 @@ from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.extras.export.exported import FACTS, KIND, require_finite, weights_of
+from deepnmt.extras.export.exported import KIND, require_finite, require_replaceable, weights_of
 from deepnmt.files import write_text
 from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
@@ -79,8 +79,7 @@ def export_bert(recipe: Recipe, checkpoint: str | Path | None = None, output: st
     _require_bert(recipe)
     folder = Path(output) if output is not None else Path(recipe.run) / "bert"
     place = Path(os.path.realpath(folder))
-    if folder.exists() and not (folder / FACTS).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
+    require_replaceable(folder)
     source = find_checkpoint(Path(checkpoint or recipe.run))
     warn_if_outdated(source)
     model, trained, vocab = load_encoder(source, _build)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepnmt import folders
+from deepnmt.data.prepared import is_free
 from deepnmt.errors import UserError
 from deepnmt.folders import DamagedFolder, Kind
 
@@ -17,6 +18,12 @@ CARD = "README.md"  # for people, who may change it
 KIND = Kind("exported model", (), "export the run again", "free disk space, or give another folder with --output",
             FACTS)
 _OPENED = (".bin", ".json", ".onnx", ".safetensors", ".spm", ".txt")  # what programs look for, each by its own names
+
+
+def require_replaceable(folder: Path) -> None:
+    """Raises `UserError` if a folder to export into holds anything but an exported model."""
+    if not is_free(folder) and not (folder / FACTS).is_file():
+        raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
 
 
 def read_exported(folder: Path) -> dict[str, Any]:

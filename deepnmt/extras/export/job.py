@@ -17,7 +17,7 @@ from deepnmt.data.prepared import PreparedData, on_this_machine
 from deepnmt.data.text import Pair, read_pairs
 from deepnmt.errors import UserError
 from deepnmt.extras.export.card import model_card
-from deepnmt.extras.export.exported import CARD, FACTS, KIND, weights_of
+from deepnmt.extras.export.exported import CARD, KIND, require_replaceable, weights_of
 from deepnmt.extras.export.proof import Engine, Native, Proof, compare
 from deepnmt.extras.export.targets import EXPORTERS
 from deepnmt.progress import print_status
@@ -84,8 +84,7 @@ def export_run(
         raise UserError(f"--precision is {precision}, but --to {to} writes {', '.join(known)}")
     folder = Path(output) if output is not None else Path(recipe.run) / to
     place = Path(os.path.realpath(folder))
-    if folder.exists() and not (folder / FACTS).is_file() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
+    require_replaceable(folder)
     source = find_checkpoint(Path(checkpoint or recipe.run))
     warn_if_outdated(source)
     loaded = load_model(source)

@@ -115,14 +115,13 @@ def score_stream(
 @torch.no_grad()
 def continue_text(
     model: Transformer, prompt: Sequence[int], count: int, length: int, seed: int, temperature: float = 1.0,
-    top_k: int = 0, top_p: float = 1.0, unknown: bool = False,
+    top_k: int = 0, top_p: float = 1.0,
 ) -> list[list[int]]:
     """`count` sampled continuations of a prompt's tokens, each of at most `length` tokens.
 
     Args:
         seed: the same gives the same continuations.
         temperature, top_k, top_p: see `decode.sampling.make_sampler`.
-        unknown: whether unk may be drawn.
 
     Raises:
         ValueError: prompt and continuation exceed `model.max_length`.
@@ -131,14 +130,13 @@ def continue_text(
     cache = model.start_alone(count, len(prompt) + length)
     uniforms = torch.rand(count, 1, length, generator=torch.Generator().manual_seed(seed)).to(device)
     sample = make_sampler(uniforms, temperature, top_k, top_p)
-    never = [BOS, PAD] if unknown else [BOS, PAD, UNK]
     rows = torch.arange(count, device=device)
     for token in (EOS, *prompt):
         hidden = model.step(torch.full((count,), token, device=device), cache)
     drawn: list[Tensor] = []
     for step in range(length):
         logits = model.log_probabilities(hidden)
-        logits[:, never] = -torch.inf
+        logits[:, [BOS, PAD, UNK]] = -torch.inf
         drawn.append(sample(logits, rows, step))
         if step + 1 < length:
             hidden = model.step(drawn[-1], cache)
