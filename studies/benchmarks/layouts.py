@@ -13,7 +13,6 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -211,31 +210,6 @@ def _batches(job: dict[str, Any], update: int, ranks: Ranks) -> list[Batch]:
             for n, length in enumerate(lengths)]
 
 
-def time_passes(pipeline: Any, add: Callable[[float], None]) -> None:
-    """From now on DeepSpeed's engine calls `add` with the seconds of each forward and backward pass of its stage: work,
-    without waiting, gradient reduction and the optimizer's step. The device is synchronised before each reading of the
-    clock, since a GPU runs asynchronously."""
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.pipe import schedule
-
-    synchronize = get_accelerator().synchronize
-
-    def timed(execute: Callable[..., None]) -> Callable[..., None]:
-        def run(pipeline: Any, **arguments: Any) -> None:
-            synchronize()
-            started = time.perf_counter()
-            execute(pipeline, **arguments)
-            synchronize()
-            add(time.perf_counter() - started)
-
-        return run
-
-    instructions = dict(pipeline._INSTRUCTION_MAP)
-    for kind in (schedule.ForwardPass, schedule.BackwardPass, schedule.LoadMicroBatch):
-        instructions[kind] = timed(instructions[kind])
-    pipeline._INSTRUCTION_MAP = instructions
-
-
 class BusyClock:
     """Times a pipeline's stage: seconds in forward and backward passes, and the end of the last pass.
 
@@ -246,7 +220,7 @@ class BusyClock:
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = self.last = 0.0
-        time_passes(engine.engine, self.add)  # type: ignore[attr-defined]
+        engine.time_instructions(self.add)  # type: ignore[attr-defined]
 
     def add(self, seconds: float) -> None:
         self.seconds += seconds
