@@ -17,6 +17,7 @@ from deepnmt.checkpoint.checkpoint import (
     STATE,
     DamagedFolder,
     has_moments,
+    is_checkpoint,
     list_checkpoints,
     load_state,
     newest_checkpoint,
@@ -49,12 +50,15 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
     Raises:
         UserError: on every rank; not all machines see the same folder, other processes still train there after
-            `LOCK_WAIT` seconds, the run folder cannot be written to, or a checkpoint that a kill left renamed cannot
-            get its name back.
+            `LOCK_WAIT` seconds, the run folder is a checkpoint or cannot be written to, or a checkpoint that a kill
+            left renamed cannot get its name back.
     """
     with ExitStack() as held:
         def take() -> None:
             if ranks.first:
+                if is_checkpoint(run):  # whose recipe.yaml would be written over
+                    raise UserError(f"run is {run}, which is a checkpoint; set run to the folder of its run, where "
+                                    "training resumes from the newest, or to another folder")
                 make_run_folder(run)
                 _take_lock(run / ".lock", held)
                 recover_checkpoints(run / "checkpoints")
