@@ -432,8 +432,8 @@ class Vocab(Section):
     """One vocabulary for both languages."""
     byte_fallback: Annotated[bool, Fact.PREPARED] = False
     """Encode characters that have no piece as bytes, instead of as unk."""
-    character_coverage: Annotated[float, Field(gt=0.9, le=1.0), Fact.PREPARED] = 1.0
-    """The share of the text's characters that are in the vocabulary."""
+    character_coverage: Annotated[float, Field(ge=0.98, le=1.0), Fact.PREPARED] = 1.0
+    """The share of the text's characters that are in the vocabulary; SentencePiece takes none below 0.98."""
     max_sentences: Annotated[Count, Fact.PREPARED] = 2_000_000
     """At most this many sentences of the training text are read for training the vocabulary."""
 
