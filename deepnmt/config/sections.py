@@ -870,7 +870,7 @@ class Train(Section):
     max_seconds: Annotated[Positive | None, Fact.ENDS] = None
     """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
-    """Probability mass that is spread over the vocabulary."""
+    """Probability mass that is spread over the vocabulary. A run whose `best_by` is `loss` keeps it to its end."""
     objective: Annotated[str, OBJECTIVES, Fact.SEEN] = "cross_entropy"
     """What training minimises; a plug-in may have another loss."""
     r_drop: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0

@@ -197,8 +197,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
 
     by = recipe.train.best_by
     scoring = {f"metrics.{by}.lower_is_better"}  # and by what else the validations before were compared
-    if by != "loss":
-        scoring.add("train.valid_sentences")
+    scoring |= {"train.label_smoothing", "train.objective"} if by == "loss" else {"train.valid_sentences"}
 
     def is_fixed(key: str) -> bool:
         of_an_epoch = key.startswith("data.train.") and recipe.is_marked(key, Fact.EPOCH)
