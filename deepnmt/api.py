@@ -44,7 +44,7 @@ from deepnmt.decode.search import Searcher
 from deepnmt.decode.translate import Hypothesis, translate_shards
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
-from deepnmt.evaluate.evaluate import load_test_sets
+from deepnmt.evaluate.evaluate import load_test_sets, system_names
 from deepnmt.evaluate.metrics import Report, score_systems
 from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
@@ -237,7 +237,7 @@ class Run:
             tests = list(_texts(tests, "tests"))
         sets = load_test_sets(self.recipe, tests)
         translations = [self.translate(test.sources, seed=seed, **settings) for test in sets]
-        return score_systems({self.folder.name: translations}, sets, self.recipe.data.trg_lang)
+        return score_systems({system_names([str(self.folder)])[0]: translations}, sets, self.recipe.data.trg_lang)
 
     def log(self) -> list[dict[str, Any]]:
         """The records of the run's `log.jsonl`: of type "train" (loss, learning_rate, ...), "valid" (loss, bleu, ...),

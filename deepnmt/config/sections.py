@@ -435,8 +435,8 @@ class Vocab(Section):
     """One vocabulary for both languages."""
     byte_fallback: Annotated[bool, Fact.PREPARED] = False
     """Encode characters that have no piece as bytes, instead of as unk."""
-    character_coverage: Annotated[float, Field(gt=0.9, le=1.0), Fact.PREPARED] = 1.0
-    """The share of the text's characters that are in the vocabulary."""
+    character_coverage: Annotated[float, Field(ge=0.98, le=1.0), Fact.PREPARED] = 1.0
+    """The share of the text's characters that are in the vocabulary; SentencePiece takes none below 0.98."""
     max_sentences: Annotated[Count, Fact.PREPARED] = 2_000_000
     """At most this many sentences of the training text are read for training the vocabulary."""
 
@@ -873,7 +873,7 @@ class Train(Section):
     max_seconds: Annotated[Positive | None, Fact.ENDS] = None
     """An earlier end, in seconds of updates, not counting validations and checkpoints; null: none."""
     label_smoothing: Rate = 0.1
-    """Probability mass that is spread over the vocabulary."""
+    """Probability mass that is spread over the vocabulary. A run whose `best_by` is `loss` keeps it to its end."""
     objective: Annotated[str, OBJECTIVES, Fact.SEEN] = "cross_entropy"
     """What training minimises; a plug-in may have another loss."""
     r_drop: Annotated[float, Field(ge=0.0), Fact.SEEN] = 0.0

@@ -387,12 +387,16 @@ def tags_of(recipe: Recipe) -> list[str]:
     """The tags of the vocabulary: those that the recipe lists and those of the training text.
 
     Raises:
-        UserError: the validation text or a test has another one.
+        UserError: one is a piece of every vocabulary, or the validation text or a test has another one.
     """
     def of(text: Corpus) -> list[str]:
         return [corpus.tag for corpus in corpora_of(text).values() if corpus.tag]
 
     tags = list(dict.fromkeys([*recipe.vocab.tags, *of(recipe.data.train)]))
+    for tag in tags:
+        if re.fullmatch("<unk>|</?s>|<pad>|<0x[0-9A-F]{2}>", tag):
+            raise UserError(f"the tag {tag!r} is a piece of the vocabulary that stands for something else; give it "
+                            "another name, such as <2en>")
     for name, text in corpora(recipe).items():
         for tag in of(text):
             if tag not in tags:

@@ -18,7 +18,7 @@ from sacrebleu.utils import SACREBLEU_DIR
 from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.config.choices import METRICS
-from deepnmt.data.text import read_lines, read_pairs
+from deepnmt.data.text import named_files, read_lines, read_pairs
 from deepnmt.decode.models import Folders, load_models
 from deepnmt.decode.translate import judge_of, translate_shards
 from deepnmt.device import choose
@@ -99,6 +99,8 @@ def evaluate_run(
         file = Path(output)
         if file.is_dir():
             raise UserError(f"scores cannot be written to {file}, which is a folder; give the name of a file in it")
+        if os.path.realpath(file) in map(os.path.realpath, _files_read(recipe, tests, hypotheses)):
+            raise UserError(f"scores cannot be written to {file}, which is one of the texts; give another file")
     else:
         file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
     a_file = file.is_file() or not file.exists()  # no device
@@ -135,6 +137,17 @@ def evaluate_run(
     if commands is not None:
         print_status(f"texts are in {texts_folder(file)}; for COMET:\n{commands}")
     return report.table()
+
+
+def _files_read(recipe: Recipe, tests: Sequence[str] | None, hypotheses: Sequence[str] | None) -> list[Path]:
+    """The files of test sets and translations, as far as a recipe or command names them."""
+    files: list[Path] = []
+    for spec in (*(tests or recipe.data.test), *(hypotheses or ())):
+        if "=" in spec:
+            files += map(Path, spec.partition("=")[2].split(","))
+        elif spec in recipe.data.test:
+            files += named_files(recipe.data.test[spec])
+    return files
 
 
 def _require_languages(other: Recipe, recipe: Recipe) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from deepnmt.checkpoint.checkpoint import (
     STATE,
     has_moments,
+    is_checkpoint,
     list_checkpoints,
     load_state,
     newest_checkpoint,
@@ -48,12 +49,15 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
 
     Raises:
         UserError: on every rank; not all machines see the same folder, other processes still train there after
-            `LOCK_WAIT` seconds, the run folder cannot be written to, or a checkpoint that a kill left renamed cannot
-            get its name back.
+            `LOCK_WAIT` seconds, the run folder is a checkpoint or cannot be written to, or a checkpoint that a kill
+            left renamed cannot get its name back.
     """
     with ExitStack() as held:
         def take() -> None:
             if ranks.first:
+                if is_checkpoint(run):  # whose recipe.yaml would be written over
+                    raise UserError(f"run is {run}, which is a checkpoint; set run to the folder of its run, where "
+                                    "training resumes from the newest, or to another folder")
                 make_run_folder(run)
                 _take_lock(run / ".lock", held)
                 recover_checkpoints(run / "checkpoints")
@@ -192,8 +196,7 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
 
     by = recipe.train.best_by
     scoring = {f"metrics.{by}.lower_is_better"}  # and by what else the validations before were compared
-    if by != "loss":
-        scoring.add("train.valid_sentences")
+    scoring |= {"train.label_smoothing", "train.objective"} if by == "loss" else {"train.valid_sentences"}
 
     def is_fixed(key: str) -> bool:
         of_an_epoch = key.startswith("data.train.") and recipe.is_marked(key, Fact.EPOCH)

@@ -318,8 +318,10 @@ def test_a_damaged_checkpoint_is_not_averaged(recipe: config.Recipe) -> None:
 def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("1")
-    with user_error("thesis exists and is not a checkpoint"):
-        average_run(recipe, last=1, output=tmp_path / "thesis")
+    for manifest in ("contents.json", "manifest.json"):  # prepared data have the latter
+        (tmp_path / "thesis" / manifest).write_text("{}")
+        with user_error("thesis exists and is not a checkpoint"):
+            average_run(recipe, last=1, output=tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").read_text() == "1"
     newest = _checkpoints(recipe) / "update-00000040"
     before = sorted(newest.iterdir())

@@ -167,6 +167,14 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
     assert contents(run) == before
 
 
+def test_a_run_folder_that_is_a_checkpoint(prepared: Path, run: Path, refused: Refused) -> None:
+    checkpoint = run / "checkpoints" / NEWEST
+    before = contents(checkpoint)
+    found = refused("train", prepared / "recipe.yaml", f"run={checkpoint}")
+    assert f"run is {checkpoint}, which is a checkpoint" in found
+    assert contents(checkpoint) == before
+
+
 def holder_of(run: Path) -> int:
     """Another process, which holds the lock of the run until it is killed."""
     reader, writer = os.pipe()

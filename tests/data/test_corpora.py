@@ -277,6 +277,9 @@ def test_mistakes_in_a_recipe(prepared: Path, tmp_path: Path, data: dict[str, An
 
 
 def test_mistakes_that_the_text_shows(prepared: Path, tmp_path: Path, mixed: Recipe) -> None:
+    for name in ("<unk>", "<s>", "<0x41>"):
+        with user_error(f"the tag '{name}' is a piece of the vocabulary that stands for something else"):
+            prepare(recipe_of(prepared, tmp_path, train={"a": text(prepared, "train", tag=name)}))
     with user_error("data.valid has the tag '<2fr>', which is not a piece of the vocabulary, whose tags are <2de>"):
         prepare(recipe_of(prepared, tmp_path, train={"a": text(prepared, "train", tag="<2de>")},
                           valid=text(prepared, "valid", tag="<2fr>")))

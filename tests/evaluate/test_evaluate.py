@@ -476,6 +476,9 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
         evaluate_run(recipe, ["first"], hypotheses=[f"s={short}"])
     with user_error(r"good\.de/x cannot be written: .*; set --output to a file that can be"):  # nor is here
         evaluate_run(recipe, ["first"], output=f"{good}/x")
+    for text in (good, Path(recipe.data.test["first"].src[0])):
+        with user_error(r"scores cannot be written to .*, which is one of the texts"):
+            evaluate_run(recipe, ["first"], [f"good={good}"], output=text)
     with user_error(r"scores cannot be written to .*, which is a folder"):  # before a model is looked for
         evaluate_run(recipe, ["first"], output=tmp_path)
     with user_error(r"so the checkpoint c would have no effect; give one of the two"):

@@ -44,8 +44,10 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
                   "now processes: 2 -> 1", "now micro-batches of an update: 2 -> 1"):
         assert words in message, message
 
-    warm.train(1, recipe, f"run={run}", *COMMON, "train.updates=6", "loss_scale.initial_power=4")
+    warm.train(1, recipe, f"run={run}", *COMMON, "train.updates=6", "loss_scale.initial_power=4",
+               "train.label_smoothing=0.3")
     assert warm.wait() == [2] and "loss_scale.initial_power: 3 -> 4" in warm.said()
+    assert "train.label_smoothing: 0.1 -> 0.3" in warm.said(), "the best validation is that of the lowest loss"
 
     trained(warm, 2, recipe, run, FP16, "train.updates=7", "train.clip=0.01", "optimizer.lr=0.05",
             "loss_scale.window=2")
