@@ -231,8 +231,8 @@ def find_checkpoint(folder: Path, which: Which = "auto") -> Path:
         UserError: there is none.
     """
     folder = folders.locate(folder)
-    if (folder / MANIFEST).is_file():
-        return folder
+    if (folder / MANIFEST).is_file() and any((folder / name).is_file() for name in REQUIRED):
+        return folder  # prepared data has none of them
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; train first, or give a checkpoint or the "
                         "folder of a run")

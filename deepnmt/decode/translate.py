@@ -246,6 +246,9 @@ def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | Non
     if out is not None and not out.parent.is_dir():
         raise UserError(f"output {out} cannot be written: there is no folder {out.parent}; make it, or give a file in "
                         "an existing one")
+    if out is not None and not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"output {out} cannot be written: there is no permission, or the disk is read-only; give "
+                        "another file")
     return out
 
 

@@ -21,7 +21,7 @@ from warm import Warm
 
 from deepnmt.checkpoint.checkpoint import Contents, load_model
 from deepnmt.cli import main
-from deepnmt.config import dump_recipe
+from deepnmt.config import dump_recipe, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.processes.ranks import Ranks, Result
 from deepnmt.training import resume
@@ -92,6 +92,8 @@ def test_foreign_checkpoints(run: Path, refused: Refused, tmp_path: Path) -> Non
     (foreign / "manifest.json").unlink()
     found = refused("translate", run, "--checkpoint", foreign, "--input", run / "log.jsonl")
     assert f"{foreign} is not a checkpoint" in found
+    data = load_recipe(run).data.folder
+    assert f"{data} is not a checkpoint" in refused("translate", run, "--checkpoint", data, "--input", run / "log.jsonl")
     assert f"{foreign} is damaged: manifest.json is missing" in refused("average", run, "--checkpoints", foreign)
     before = contents(foreign)
     assert "exists and is not a checkpoint" in refused("average", run, "--output", foreign)

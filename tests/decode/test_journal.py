@@ -141,7 +141,7 @@ def test_another_text_model_or_search_is_refused(
 
 
 def test_a_fault_keeps_what_is_done(checkpoint: Path, tmp_path: Path, small_chunks: None,
-                                    capsys: pytest.CaptureFixture[str]) -> None:
+                                    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").write_bytes(b"a dog\n" * 4 + b"\xff\n")
     for _ in range(2):
         with user_error("line 5: not valid UTF-8"):
@@ -151,6 +151,9 @@ def test_a_fault_keeps_what_is_done(checkpoint: Path, tmp_path: Path, small_chun
         translate(checkpoint, tmp_path / "in", tmp_path / "absent" / "out")
     with user_error(r"output .*absent/links cannot be written"):  # before anything is translated
         translate(tmp_path / "no model", tmp_path / "in", tmp_path / "out", alignments=str(tmp_path / "absent/links"))
+    monkeypatch.setattr("os.access", lambda *_: False)  # to root a folder is always open
+    with user_error(r"output .*/out cannot be written: there is no permission, or the disk is read-only"):
+        translate(tmp_path / "no model", tmp_path / "in", tmp_path / "out")
 
 
 def test_a_part_that_ends_early_leaves_the_others_their_folder(
