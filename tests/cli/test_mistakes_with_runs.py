@@ -93,7 +93,8 @@ def test_foreign_checkpoints(run: Path, refused: Refused, tmp_path: Path) -> Non
     found = refused("translate", run, "--checkpoint", foreign, "--input", run / "log.jsonl")
     assert f"{foreign} is not a checkpoint" in found
     data = load_recipe(run).data.folder
-    assert f"{data} is not a checkpoint" in refused("translate", run, "--checkpoint", data, "--input", run / "log.jsonl")
+    found = refused("translate", run, "--checkpoint", data, "--input", run / "log.jsonl")
+    assert f"{data} is not a checkpoint" in found
     assert f"{foreign} is damaged: manifest.json is missing" in refused("average", run, "--checkpoints", foreign)
     before = contents(foreign)
     assert "exists and is not a checkpoint" in refused("average", run, "--output", foreign)
