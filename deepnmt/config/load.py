@@ -215,7 +215,7 @@ def read_tree(file: Path) -> dict[str, Any]:
             text = stream.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
             raise UserError(f"recipe {file} has more than {_MAX_BYTES:,} bytes, so it is no recipe; give another file")
-        tree = _parse_yaml(text.decode())
+        tree = parse_yaml(text.decode())
     except FileNotFoundError:
         near = nearest(str(file).removeprefix("recipes/").removesuffix(".yaml"), shipped_recipes())
         hint = f"did you mean {near}? " if near else ""
@@ -238,7 +238,7 @@ def override(tree: dict[str, Any], assignment: str) -> None:
     if not equals or not key:
         raise UserError(f"override {assignment!r} is not of the form key.key=value, for example train.updates=300")
     try:
-        value = _parse_yaml(text)
+        value = parse_yaml(text)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"override {assignment!r}: {text!r} is not a YAML value") from None
     *parents, last = key.split(".")
@@ -253,7 +253,7 @@ def override(tree: dict[str, Any], assignment: str) -> None:
     node[last] = value
 
 
-def _parse_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     """YAML as lists and mappings. Raises `yaml.YAMLError` or `ValueError`, also if an alias contains itself, or aliases
     of aliases stand for too much."""
     too_deep = ValueError(f"groups are nested more than {_MAX_NESTING} deep; check for an alias (*name) inside its own "

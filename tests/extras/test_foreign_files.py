@@ -305,8 +305,8 @@ def no_hang() -> Iterator[None]:
 def test_no_change_gives_a_traceback(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parsed = cache(load._parse_yaml)  # most changes leave the recipe as it is, and parsing takes half of the time
-    monkeypatch.setattr(load, "_parse_yaml", lambda text: deepcopy(parsed(text)))
+    parsed = cache(load.parse_yaml)  # most changes leave the recipe as it is, and parsing takes half of the time
+    monkeypatch.setattr(load, "parse_yaml", lambda text: deepcopy(parsed(text)))
     work, victim = tmp_path / "in" / "work", tmp_path / "victim"
     victim.write_text("mine")
     work.parent.mkdir()

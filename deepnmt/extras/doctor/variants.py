@@ -16,11 +16,10 @@ from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
-from deepnmt.tasks.translation.collapse import slower, slower_encoder
+from deepnmt.tasks.translation.collapse import SLOW_LAYERS, slower, slower_encoder
 from deepnmt.training.fine_tuning import check_parts
 
 _LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
-_SLOWEST = {"encoder": 0.05, "decoder": 0.2}  # factors of parts, which keep an encoder from collapsing
 
 
 def fresh_model(
@@ -80,7 +79,7 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
     if "encoder" not in recipe.train.freeze:
         slow.append(slower_encoder(recipe))
         lr_factors = optimizer.lr_factors
-        for side, share in reversed(_SLOWEST.items()):
+        for side, share in reversed(SLOW_LAYERS.items()):
             if side not in recipe.train.freeze:
                 lr_factors = slower(lr_factors, side, share)
         slow.append({"optimizer.lr_factors": lr_factors})

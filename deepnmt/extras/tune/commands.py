@@ -10,7 +10,7 @@ from deepnmt.commands import EXAMINE, Command
 from deepnmt.errors import UserError
 
 RUNS = 32  # trials, where neither option says how many
-LEAST = 8
+LEAST = 8  # with which there are trials of the search and of the deep model
 MOST = 200  # with --minutes alone
 
 

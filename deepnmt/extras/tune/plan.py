@@ -19,6 +19,7 @@ import torch
 
 from deepnmt.config import Recipe
 from deepnmt.model.blocks import Side
+from deepnmt.tasks.translation.collapse import SLOW_ENCODER, SLOW_LAYERS
 
 Point = Mapping[str, float]
 Box = Mapping[str, tuple[float, float]]
@@ -26,7 +27,6 @@ Box = Mapping[str, tuple[float, float]]
 FACTORS = {"encoder": (0.03, 1.0), "decoder": (0.1, 1.0)}
 WARMUP = (0.05, 0.5)
 RATES = (1 / 4, 4.0)  # times the recipe's
-SLOW = ({"encoder": 0.1}, {"encoder": 0.05, "decoder": 0.2})  # what has kept encoders from collapsing
 LONGEST_WARMUP = 4000  # updates, unless the recipe has more: the share of a long run would be longer than any needs
 SHALLOW = 3  # the copy has this part of the layers
 LEAST_LAYERS = 2  # of a side of the copy
@@ -128,7 +128,7 @@ def anchors(recipe: Recipe) -> list[Point]:
     """The points that are tried first: the recipe's, and this one with slower sides."""
     points = [own_point(recipe)]
     if "encoder" in points[0]:
-        for slow in SLOW:
+        for slow in (SLOW_ENCODER, SLOW_LAYERS):
             point = dict(points[0])
             for side, factor in slow.items():
                 if side in point:

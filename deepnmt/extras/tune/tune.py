@@ -13,6 +13,7 @@ from typing import Any
 from deepnmt.api import read_recipe
 from deepnmt.config import Recipe, TunedAt
 from deepnmt.errors import UserError
+from deepnmt.extras.tune.commands import LEAST
 from deepnmt.extras.tune.page import plot_trials, rows_of
 from deepnmt.extras.tune.plan import (
     Budget,
@@ -32,8 +33,6 @@ from deepnmt.extras.tune.trials import Record, TimeIsOver, Trials, layers_of, re
 from deepnmt.extras.tune.written import file_to_write, write_tuned
 from deepnmt.files import make_run_folder, markdown_table, table, write_json, write_text
 from deepnmt.training.task import find_task
-
-LEAST_RUNS = 8
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def search(trials: Trials) -> None:
     recipe, budget = trials.recipe, trials.budget
     first = anchors(recipe)
     begun = trials.run("search", first[0], budget.half, recipe.seed)
-    trials.stages = plan = fitting(budget, LEAST_RUNS, depth_of(trials), begun["seconds"])
+    trials.stages = plan = fitting(budget, LEAST, depth_of(trials), begun["seconds"])
     tried = [Candidate(first[0], [begun])]
     around = (plan.first - len(first)) // 3  # of the first trials, near the best
     box = box_of(recipe)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
-from deepnmt.config.load import yaml_line
+from deepnmt.config import Recipe, changed_settings, check_recipe, dump_recipe, load_recipe
+from deepnmt.config.load import parse_yaml, yaml_line
 from deepnmt.errors import UserError
-from deepnmt.files import make_parent_folder, reporting
+from deepnmt.files import make_parent_folder, reporting, write_text
 from deepnmt.shipped import find_shipped
 
 
@@ -60,30 +58,20 @@ def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
         changes = changed_settings(load_recipe(origin), tuned)
     except UserError:
         changes = []
-    candidates = [complete]
+    text = complete
     if changes:
         edited = f"{head} Its settings that differ:"
         for change in changes:
             edited += f"\n#   {change.key}: {_value(change.old)} -> {_value(change.new)}"
         edited += f"\n{rest}"
-        with suppress(yaml.YAMLError):  # what was put before an anchor is no YAML
-            candidates.insert(0, edited_text(edited, {change.key: change.new for change in changes}))
+        with suppress(yaml.YAMLError, ValueError, UserError):  # what was put before an anchor is no YAML
+            edited = edited_text(edited, {change.key: change.new for change in changes})
+            if not changed_settings(check_recipe(parse_yaml(edited), str(file), file, file), tuned):
+                text = edited
     with reporting(str(file), "give another name with --write"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        for candidate in candidates:
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, prefix=".tune-", suffix=".yaml",
-                                             delete=False) as stream:
-                stream.write(candidate)
-            try:
-                same = candidate == complete or not changed_settings(load_recipe(stream.name), tuned)
-            except UserError:
-                same = False
-            if same:
-                os.chmod(stream.name, 0o666 & ~_umask())
-                os.replace(stream.name, file)
-                return candidate
-            os.unlink(stream.name)
-    raise AssertionError("the complete recipe is always written")
+        write_text(file, text)
+    return text
 
 
 def edited_text(text: str, changes: Mapping[str, Any]) -> str:
@@ -149,9 +137,3 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return yaml_line(value)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

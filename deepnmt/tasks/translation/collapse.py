@@ -10,6 +10,8 @@ from deepnmt.optim.groups import is_in
 from deepnmt.tasks.translation.source_use import GAIN, SourceUse
 
 COLLAPSED = 0.9  # the common vector's share in the output of an encoder that has collapsed
+SLOW_ENCODER = {"encoder": 0.1}  # factors of the rate with which encoders have not collapsed
+SLOW_LAYERS = {"encoder": 0.05, "decoder": 0.2}
 LATEST = 1000  # the update from which a collapse counts, however long the warm-up
 
 
@@ -32,10 +34,11 @@ def slower(factors: Mapping[str, float], side: str, share: float) -> dict[str, f
 
 
 def slower_encoder(recipe: Recipe) -> dict[str, Any]:
-    """Settings with which an encoder that has collapsed learns at a tenth of its rate. A recipe without factors gets
+    """Settings with which an encoder that has collapsed learns more slowly. A recipe without factors gets
     them for a quarter of its updates: kept to the end they cost quality (studies/results/blocks.md)."""
     optimizer = recipe.optimizer
-    settings: dict[str, Any] = {"optimizer.lr_factors": slower(optimizer.lr_factors, "encoder", 0.1)}
+    factors = slower(optimizer.lr_factors, "encoder", SLOW_ENCODER["encoder"])
+    settings: dict[str, Any] = {"optimizer.lr_factors": factors}
     if not optimizer.lr_factors:
         settings["optimizer.lr_factors_until"] = max(1, recipe.train.updates // 4)
     return settings
