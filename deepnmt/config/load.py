@@ -137,19 +137,20 @@ def with_settings(section: Part, changes: Mapping[str, Any]) -> Part:
     return type(section).model_validate(tree)
 
 
-def on_command_line(settings: Mapping[str, Any]) -> str:
-    """Settings, by their dotted keys, as a user types them into a shell; numbers have three significant digits."""
-    return shlex.join(f"{name}={_in_one_word(value)}" for name, value in settings.items())
-
-
-def _in_one_word(value: Any) -> str:
-    """A value as the text behind `KEY=`. Keys with a `*` have double quotes, since a shell's are single ones."""
+def rounded_line(value: Any, digits: int) -> str:
+    """A value as YAML in one line, its numbers with so many significant digits. Keys with a `*` have double quotes,
+    since a shell's are single ones."""
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.{digits}g}"
     if isinstance(value, dict):
         quoted = {f'"{key}"' if "*" in key else key: each for key, each in value.items()}
-        return "{" + ", ".join(f"{key}: {_in_one_word(each)}" for key, each in quoted.items()) + "}"
+        return "{" + ", ".join(f"{key}: {rounded_line(each, digits)}" for key, each in quoted.items()) + "}"
     return yaml_line(value)
+
+
+def on_command_line(settings: Mapping[str, Any]) -> str:
+    """Settings, by their dotted keys, as a user types them into a shell."""
+    return shlex.join(f"{name}={rounded_line(value, 3)}" for name, value in settings.items())
 
 
 class Change(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from deepnmt.config import Recipe, changed_settings, check_recipe, dump_recipe, load_recipe
-from deepnmt.config.load import parse_yaml, yaml_line
+from deepnmt.config.load import parse_yaml, rounded_line
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, reporting, write_text
 from deepnmt.shipped import find_shipped
@@ -62,7 +62,7 @@ def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
     if changes:
         edited = f"{head} Its settings that differ:"
         for change in changes:
-            edited += f"\n#   {change.key}: {_value(change.old)} -> {_value(change.new)}"
+            edited += f"\n#   {change.key}: {_line(change.old)} -> {_line(change.new)}"
         edited += f"\n{rest}"
         with suppress(yaml.YAMLError, ValueError, UserError):  # what was put before an anchor is no YAML
             edited = edited_text(edited, {change.key: change.new for change in changes})
@@ -72,6 +72,10 @@ def write_tuned(file: Path, origin: str, tuned: Recipe) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
     return text
+
+
+def _line(value: Any) -> str:
+    return rounded_line(value, 6)
 
 
 def edited_text(text: str, changes: Mapping[str, Any]) -> str:
@@ -86,16 +90,16 @@ def _edit(text: str, way: list[str], value: Any) -> str:
     node: Any = yaml.compose(text, yaml.SafeLoader)
     while way:
         if not isinstance(node, yaml.MappingNode):  # nothing, or a value where a group is wanted
-            return _replaced(text, node, _value(_nested(way, value)))
+            return _replaced(text, node, _line(_nested(way, value)))
         child = None
         for key, each in node.value:
             if key.value == way[0]:
                 child = each
                 break
         if child is None:
-            return _inserted(text, node, way[0], _value(_nested(way[1:], value)))
+            return _inserted(text, node, way[0], _line(_nested(way[1:], value)))
         node, way = child, way[1:]
-    return _replaced(text, node, _value(value))
+    return _replaced(text, node, _line(value))
 
 
 def _replaced(text: str, node: yaml.Node, value: str) -> str:
@@ -127,13 +131,3 @@ def _nested(way: list[str], value: Any) -> Any:
     for name in reversed(way):
         value = {name: value}
     return value
-
-
-def _value(value: Any) -> str:
-    """A value as YAML in one line."""
-    if isinstance(value, dict):
-        items = ", ".join(f"{name}: {_value(each)}" for name, each in value.items())
-        return f"{{{items}}}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return yaml_line(value)
