@@ -197,7 +197,7 @@ def report(file: Path, picture: Path | None, beside: str | None = None) -> str:
     if picture:
         curves = {name: {point["update"]: point["perplexity"] for point in runs[0]["validations"][1:]}
                   for name, runs in arms.items()}
-        plot_comparison(curves, picture, "Trained to their end, seed 1", "validation perplexity")
+        plot_comparison(curves, picture, "Trained to their end, seed 1", "validation perplexity", logarithmic=True)
     return markdown_table(rows)
 
 

@@ -123,13 +123,15 @@ def plot_idle_time(rows: Sequence[Mapping[str, Any]], stages: int, path: str | P
     save(figure, path)
 
 
-def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title: str, ylabel: str) -> None:
+def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title: str, ylabel: str,
+                    logarithmic: bool = False) -> None:
     """Several runs in one picture.
 
     Args:
         curves: values by run and update; values that are not finite are left out.
         path: the PNG to write.
         title, ylabel: of the picture; `ylabel` names the values and their unit.
+        logarithmic: the axis of the values.
     """
     figure, [axes] = panels([title], "update", ylabel, heights=[HEIGHT + 0.2 * math.ceil(len(curves) / 2)])
     for number, (name, points) in enumerate(curves.items()):
@@ -138,6 +140,10 @@ def plot_comparison(curves: Mapping[str, Mapping[int, float]], path: Path, title
         axes.plot(list(finite), values, **style(number, len(values)), linewidth=1.3,
                   label=f"{name} ({values[-1]:.2f})" if finite else f"{name} (no finite value)")
     axes.set_xlim(left=0)
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     if curves:
         figure.legend(loc="outside lower center", ncols=2, title="run (last value)", title_fontsize="small", **LEGEND)
     save(figure, path)
