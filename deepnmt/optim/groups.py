@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -68,6 +68,11 @@ def _rule_of(name: str, model: config.Model) -> Rule:
     if side not in SIDES or found is None:
         return Rule()
     return LayerPosition.of(model, side, 0).block.parameter_rule(found[1])
+
+
+def is_frozen(side: str, freeze: Iterable[str]) -> bool:
+    """Whether the parts of `train.freeze` hold all layers of a side: a layer of any name."""
+    return any(is_in(part, f"{side}.layers.any") for part in freeze)
 
 
 def is_in(part: str, name: str) -> bool:

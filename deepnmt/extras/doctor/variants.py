@@ -16,6 +16,7 @@ from deepnmt.model.admin_profile import AdminProfile, measure
 from deepnmt.model.blocks import BLOCKS, SIDES, set_clock
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
+from deepnmt.optim.groups import is_frozen
 from deepnmt.tasks.translation.collapse import SLOW_LAYERS, slower, slower_encoder
 from deepnmt.training.fine_tuning import check_parts
 
@@ -76,11 +77,11 @@ def alternatives(recipe: Recipe) -> dict[str, Recipe]:
         return changes
 
     slow: list[dict[str, Any]] = []
-    if "encoder" not in recipe.train.freeze:
+    if not is_frozen("encoder", recipe.train.freeze):
         slow.append(slower_encoder(recipe))
         lr_factors = optimizer.lr_factors
         for side, share in reversed(SLOW_LAYERS.items()):
-            if side not in recipe.train.freeze:
+            if not is_frozen(side, recipe.train.freeze):
                 lr_factors = slower(lr_factors, side, share)
         slow.append({"optimizer.lr_factors": lr_factors})
     lower = [{"optimizer.lr": optimizer.lr * factor} for factor in _LOWER]

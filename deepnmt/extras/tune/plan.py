@@ -19,6 +19,7 @@ import torch
 
 from deepnmt.config import Recipe
 from deepnmt.model.blocks import Side
+from deepnmt.optim.groups import is_frozen
 from deepnmt.tasks.translation.collapse import SLOW_ENCODER, SLOW_LAYERS
 
 Point = Mapping[str, float]
@@ -119,7 +120,7 @@ def own_point(recipe: Recipe) -> Point:
     """The point that the recipe is."""
     point = {"lr": recipe.optimizer.lr}
     for side in recipe.model.sides:
-        if side not in recipe.train.freeze:
+        if not is_frozen(side, recipe.train.freeze):
             point[side] = recipe.optimizer.lr_factors.get(side, 1.0)
     return point | {"warmup": recipe.schedule.warmup / recipe.train.updates}
 

@@ -207,7 +207,8 @@ def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepa
 
 
 def test_no_rate_of_what_is_frozen_and_no_part_that_another_block_lacks_is_tried(prepared: Path) -> None:
-    for frozen, tried in (("encoder", []), ("decoder", [RISING, "'optimizer.lr_factors={encoder: 0.05}'"])):
+    encoder_alone = [RISING, "'optimizer.lr_factors={encoder: 0.05}'"]
+    for frozen, tried in (("encoder", []), ("encoder.layers", []), ("enc*", []), ("decoder", encoder_alone)):
         found = alternatives(load_recipe(prepared / "recipe.yaml", [f"train.freeze=[{frozen}]"]))
         assert [name for name in found if "lr_factors" in name] == tried
         assert "optimizer.lr=0.0005" in found
