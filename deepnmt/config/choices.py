@@ -291,7 +291,6 @@ INITS = Choices({
 })
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class NormFacts(Choice):
     """`centres`: it subtracts the mean, and has a bias."""

@@ -51,7 +51,6 @@ _REMEDIES = {"activations": "batch.tokens, or set parallel.recompute_layers", "l
 _TENSORS_OF_ENDS = 2  # the same for the embeddings and outputs of a stack, once
 
 
-
 def count_parameters(model: Model, src_vocab: int, trg_vocab: int) -> int:
     """The number of parameters of the whole model, counted on shallow models, since the layers of a stack are alike.
 
