@@ -28,8 +28,8 @@ from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.extras.doctor.measures import gradients, ranges
 from deepnmt.extras.doctor.probes import block_of, layers_of, plain_loss
 from deepnmt.files import make_parent_folder, markdown_table
-from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES
+from deepnmt.model.hooks import hooks
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import Layout

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.model.attention_weights import AttentionHook, hooks, layer_index
+from deepnmt.model.attention_weights import AttentionHook, layer_index
+from deepnmt.model.hooks import hooks
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.model.transformer import Transformer
 

@@ -1,12 +1,11 @@
-"""To look at what a cross-attention attends to: its scores, a hook that gets them, and hooks that go again.
+"""To look at what a cross-attention attends to: its scores, and a hook that gets them.
 
 `B` sentences, `S` source length, `T` target length, `D` width, `H` heads, `d` = D / H.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,17 +27,6 @@ def attention_scores(q: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-
-
-@contextmanager
-def hooks() -> Iterator[list[RemovableHandle]]:
-    """A list for handles of hooks; removes all hooks in it on exit."""
-    handles: list[RemovableHandle] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class AttentionHook:

@@ -40,8 +40,8 @@ from deepnmt.extras.doctor.plots import plot_coordinates
 from deepnmt.extras.doctor.probes import evaluating, real_positions
 from deepnmt.extras.doctor.verdict import cut_batch
 from deepnmt.files import make_run_folder, write_json
-from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
+from deepnmt.model.hooks import hooks
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import LocalEngine

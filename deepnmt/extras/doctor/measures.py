@@ -33,8 +33,8 @@ from deepnmt.extras.doctor.probes import (
     sublayers,
     watching,
 )
-from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES, Norm, Side, Stream, stream_of, tensors
+from deepnmt.model.hooks import hooks
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import BLOCKS
-from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import set_clock
+from deepnmt.model.hooks import hooks
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks

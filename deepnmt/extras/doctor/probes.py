@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from deepnmt.batch import Batch
-from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Block, Side, Stream, tensors
 from deepnmt.model.dropout import evaluating
+from deepnmt.model.hooks import hooks
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from deepnmt.config import Model, Recipe
 from deepnmt.extras.doctor.probes import block_of, norms_of, value_in
-from deepnmt.model.attention_weights import hooks
 from deepnmt.model.blocks import LayerPosition, Stream
+from deepnmt.model.hooks import hooks
 from deepnmt.parallel.engine import Engine, StepStats
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.updates import UpdateHook

@@ -34,8 +34,9 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import PreparedData, Split
-from deepnmt.model.attention_weights import AttentionHook, hooks
+from deepnmt.model.attention_weights import AttentionHook
 from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.hooks import hooks
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
