@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Python compiles what is imported when it is; all of it would take longer than the rest of the installation.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: install demo demo-clean quick changed test test-all check docs linkcheck lint clean
 
@@ -13,8 +15,8 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  { echo "deepnmt needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1); run make PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing deepnmt and its dependencies into $(VENV) (once, a few minutes)"
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt setuptools wheel numpy torch
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PIP_INSTALL) setuptools wheel numpy torch
+	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)
