@@ -9,6 +9,7 @@ TESTS are run, too. There all tests of the core are imported as well, and one th
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pkgutil
@@ -83,6 +84,7 @@ if __name__ == "__main__":
     for library in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
+    gc.freeze()  # else each process would go through all that, again and again
     everything_gone = Path(sys.argv[1]) / "without-all"
     for folder in sorted(Path(sys.argv[1]).iterdir()):
         tests = sys.argv[2:] if folder == everything_gone else []
