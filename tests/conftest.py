@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
@@ -105,6 +106,19 @@ _LONG = 30.0
 
 # What starts processes: fixtures, and names that a test file has imported.
 STARTS = {"warm", "installed", "wheel", "tool", "study", "subprocess", "run_on_ranks", "Warm"}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """A quarter of the time in which all tests were imported went into 21 searches for garbage. The 700,000 objects
+    that are there in the end stay, so no later search goes through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
 """The erasure test: a visitor, a folder of deepnmt/extras, or a task, a folder of deepnmt/tasks other than translation,
 can be deleted without the core noticing.
 
-Each is deleted from a copy of the package, and once all of them. Then every module imports, `deepnmt --help` lacks the
-visitor's commands alone, and tests of the core pass; where all are gone, all tests of the core import. No file of the
-core holds a word of a visitor.
+Each is deleted from a copy of the package, and once all of them. Then every module imports, and `deepnmt --help` lacks
+the visitor's commands alone. Where all are gone, tests of the core pass, and all of them import: what the core needs of
+one visitor is missing there, too. No file of the core holds a word of a visitor.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def erased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, gone in {"with-all": [], "without-all": VISITORS, **{f"without-{v}": [v] for v in VISITORS}}.items():
         copy = folder / name
         copy.mkdir()
-        for part in ("deepnmt", "tests", "studies"):
+        for part in ("deepnmt", "tests", "studies") if name == "without-all" else ("deepnmt",):
             shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=shutil.ignore_patterns("*.pyc.*"))
         for part in ("docs", "recipes", "ds_configs", "setup.cfg", "pyproject.toml"):
             (copy / part).symlink_to(ROOT / part)
@@ -77,7 +77,8 @@ def test_the_core_does_not_notice(visitor: str, erased: Path) -> None:
     stay = set().union(*map(commands_of, {*VISITORS, "translation"} - going))  # another task may have it, too
     gone = set().union(*map(commands_of, going)) - stay - {"new"}  # which the core has, too
     assert gone <= everything and listed(said) == everything - gone
-    assert re.search(r"^\d{3,} passed", said, flags=re.MULTILINE) and "failed" not in said, said
+    if visitor == "all":
+        assert re.search(r"^\d{3,} passed", said, flags=re.MULTILINE) and "failed" not in said, said
 
 
 def test_the_tests_of_the_core_need_no_visitor(erased: Path) -> None:

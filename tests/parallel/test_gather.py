@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import astuple
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -95,15 +97,18 @@ def checkpoint(prepared: Path, tmp_path_factory: pytest.TempPathFactory, warm: W
     return run / "checkpoints" / "update-00000080"
 
 
-def validated(
-    layout: tuple[int, str, int], checkpoint: Path, prepared: Path, folder: Path, warm: Warm
-) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def validated(checkpoint: Path, prepared: Path, warm: Warm) -> Callable[[tuple[int, str, int]], dict[str, Any]]:
     """Loss and BLEU of the validation text in a layout, how the source is used, and the bytes of one weight of the
-    gathered model."""
-    world, name, stages = layout
-    output = folder / f"{name}-{stages}.json"
-    warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, name, stages, output)
-    return json.loads(output.read_text())
+    gathered model; each layout is run once."""
+    @cache
+    def run(layout: tuple[int, str, int]) -> dict[str, Any]:
+        world, name, stages = layout
+        output = checkpoint.parent / f"{world}-{name}-{stages}.json"
+        warm.run(world, "test_gather:trial", prepared / "recipe.yaml", checkpoint, name, stages, output)
+        return json.loads(output.read_text())
+
+    return run
 
 
 # processes, layout, stages; what it is compared with, and how close losses and BLEU must be. In bf16 the weights are
@@ -119,10 +124,10 @@ def validated(
     ((2, "zero1_bf16", 2), (2, "zero1_bf16", 0), 1e-4, 0.0),
 ])
 def test_validation_equals_that_of_other_layouts(
-    layout: tuple[int, str, int], control: tuple[int, str, int], of_loss: float, of_bleu: float, checkpoint: Path,
-    prepared: Path, tmp_path: Path, warm: Warm
+    layout: tuple[int, str, int], control: tuple[int, str, int], of_loss: float, of_bleu: float,
+    validated: Callable[[tuple[int, str, int]], dict[str, Any]]
 ) -> None:
-    ours, theirs = (validated(each, checkpoint, prepared, tmp_path, warm) for each in (layout, control))
+    ours, theirs = validated(layout), validated(control)
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=of_loss)
     assert ours["bleu"] == pytest.approx(theirs["bleu"], abs=of_bleu) and theirs["bleu"] > 0
     assert ours["bytes"] == theirs["bytes"]

@@ -21,7 +21,8 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.process_group import processes
 
-UPDATES, DECAY = 20, 0.9
+LONG = bool(os.environ.get("DEEPNMT_LONG"))
+UPDATES, DECAY = (20 if LONG else 13), 0.9  # the factors have risen to one after twelve
 FROZEN = ["encoder", "embeddings", "decoder.layers.*.rule"]
 
 
@@ -79,12 +80,12 @@ def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 
 
 LAYOUTS = [(1, "local", 0), (2, "zero1_fp32", 0), (2, "zero3_fp32", 0), (2, "zero1_fp32", 2), (2, "zero0_fp32", 2)]
-LONG = [(2, "zero0_fp32", 0), (2, "zero2_fp32", 0), (4, "zero1_fp32", 2), (2, "zero1_bf16", 2), (2, "zero1_bf16", 0),
-        (2, "zero0_bf16", 0), (2, "zero3_bf16", 0), (2, "zero1_fp16", 0)]
+if LONG:
+    LAYOUTS += [(2, "zero0_fp32", 0), (2, "zero2_fp32", 0), (4, "zero1_fp32", 2), (2, "zero1_bf16", 2),
+                (2, "zero1_bf16", 0), (2, "zero0_bf16", 0), (2, "zero3_bf16", 0), (2, "zero1_fp16", 0)]
 
 
-@pytest.mark.parametrize(("world", "layout", "stages"),
-                         LAYOUTS + (LONG if os.environ.get("DEEPNMT_LONG") else []))
+@pytest.mark.parametrize(("world", "layout", "stages"), LAYOUTS)
 def test_frozen_parts_rates_and_average(
     world: int, layout: str, stages: int, control: Path, tmp_path: Path, warm: Warm
 ) -> None:

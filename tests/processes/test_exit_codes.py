@@ -1,7 +1,8 @@
 """Every process of a finished run ends with exit code 0, in every layout: no abort at exit, no hang.
 
-Once in some layouts; if DEEPNMT_LONG is set, twenty times in all of them, the first time as fresh programs, then as
-forked ones, which end in the same way (see warm.py).
+Once in layouts in which no other test runs `deepnmt train` to its end, since `Warm.run` wants exit codes of 0. If
+DEEPNMT_LONG is set, twenty times in all layouts, the first time as fresh programs, then as forked ones, which end in
+the same way (see warm.py).
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ from warm import TESTS, Warm, train
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 # processes, layout, pipeline stages
-LAYOUTS = [(1, "local", 0), *((2, name, 0) for name in (
-    "zero1_fp16", "zero2_fp32", "zero3_bf16", "zero3_offload_bf16")),
-    (3, "zero0_fp32", 3), (4, "zero1_fp32", 2)]
+LAYOUTS = [(2, "zero3_offload_bf16", 0), (3, "zero0_fp32", 3)]
 if LONG:  # every configuration that comes with deepnmt
+    LAYOUTS += [(1, "local", 0), (4, "zero1_fp32", 2)]
     LAYOUTS += [(2, f"{path.stem}_{precision}", stages)
                 for path in sorted((TESTS.parent / "ds_configs").glob("*.json"))
                 for precision in ("fp32", "bf16", "fp16")

@@ -1,13 +1,15 @@
 """Examines copies of deepnmt that lack some visitors: the program that tests/extras/test_erasure.py starts.
 
 `python tests/support/erasing.py FOLDER TESTS...` imports the libraries once, and forks for each copy, a folder in
-FOLDER. What its process said is then in its `said.txt`, the exit code in its `code.txt`. In the copy `without-all` all
-tests of the core are imported, too, and one that needs prepared data is run; see its `collected.txt`.
+FOLDER. What its process said is then in its `said.txt`, the exit code in its `code.txt`. In the copy `without-all` the
+TESTS are run, too. There all tests of the core are imported as well, and one that needs prepared data is run; see its
+`collected.txt`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pkgutil
@@ -42,7 +44,7 @@ def collect(copy: Path) -> int:
 
 
 def examine(copy: Path, tests: list[str]) -> int:
-    """Imports every module, prints the help, and runs tests, all of this copy."""
+    """Imports every module, prints the help, and runs tests if there are any, all of this copy."""
     enter(copy)
     import deepnmt
 
@@ -55,7 +57,7 @@ def examine(copy: Path, tests: list[str]) -> int:
     assert main(None, ["--help"]) == 0
     import pytest
 
-    return int(pytest.main(tests))
+    return int(pytest.main(tests)) if tests else 0
 
 
 def fork(work: Callable[[], int], output: Path) -> int:
@@ -82,9 +84,11 @@ if __name__ == "__main__":
     for library in LIBRARIES:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
-    for folder in sorted(Path(sys.argv[1]).iterdir()):
-        code = fork(partial(examine, folder, sys.argv[2:]), folder / "said.txt")
-        (folder / "code.txt").write_text(str(code))
+    gc.freeze()  # else each process would go through all that, again and again
     everything_gone = Path(sys.argv[1]) / "without-all"
+    for folder in sorted(Path(sys.argv[1]).iterdir()):
+        tests = sys.argv[2:] if folder == everything_gone else []
+        code = fork(partial(examine, folder, tests), folder / "said.txt")
+        (folder / "code.txt").write_text(str(code))
     code = fork(partial(collect, everything_gone), everything_gone / "collected.txt")
     (everything_gone / "collected_code.txt").write_text(str(code))

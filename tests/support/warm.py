@@ -154,6 +154,7 @@ def serve() -> None:
     from deepnmt.cli import end_process
     from deepnmt.processes.host import quiet_libraries
 
+    gc.disable()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print while they are imported
     quiet_libraries()
@@ -169,6 +170,7 @@ def serve() -> None:
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses it on most CPUs; slow there, but it works
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # see `Warm`
     gc.freeze()  # a rank's collections, the one at its end too, would go through all that: 1.6 s of each process
+    gc.enable()
     print(json.dumps("ready"), file=answers)
     while line := sys.stdin.readline():
         job = json.loads(line)

@@ -10,7 +10,6 @@ before every one, and in the other layouts too.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -18,10 +17,10 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kills import kill_before
+from run_files import records
 from tiny_engines import options as layout_options
 from torch import equal
 from warm import Warm, train
@@ -37,21 +36,9 @@ LAYOUTS: dict[str, tuple[int, str, int, tuple[str, ...]]] = {
     "local": (1, "local", 0, ()),
     "zero1-2": (2, "zero1_fp32", 0, ()),
     "zero3-2": (2, "zero3_fp32", 0, ()),
-    "pipeline-2": (2, "zero1_fp32", 2, ()),
-    # several streams, whose shares grow with the updates
+    # a pipeline, in which several streams have shares that grow with the updates
     "streams": (2, "zero1_fp32", 2, ("model.encoder.block=siamese", "model.decoder.block=mhc", "model.decoder.ramp=9")),
 }
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The complete records of the log."""
-    file, found = run / "log.jsonl", []
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # being written
-            break
-    return [record for record in found if record["type"] == kind]
 
 
 def saves(run: Path) -> set[Path]:

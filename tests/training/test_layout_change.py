@@ -5,7 +5,6 @@ In fp16; if DEEPNMT_LONG is set, in fp32 too.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_files import records
 from tiny_engines import options
 from warm import Warm
 
@@ -32,11 +32,6 @@ EACH = 4
 SCALE = ("loss_scale.initial_power=2", "loss_scale.window=3")
 OVERFLOW = 6
 TRACE = [4.0] * 3 + [2.0**power for power in range(3, 9) for _ in range(6 if power == 3 else 3)]
-
-
-def records(run: Path, kind: str) -> list[dict[str, float]]:
-    found = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [record for record in found if record["type"] == kind]
 
 
 def overflowing(*arguments: str) -> int:

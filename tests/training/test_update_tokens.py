@@ -55,9 +55,8 @@ def control(tmp_path_factory: pytest.TempPathFactory, prepared: Path, warm: Warm
 
 
 @pytest.mark.parametrize("start", [
-    (1, "local", 0, 61), (2, "zero0_fp32", 0, 1024), (2, "zero1_fp32", 0, 61), (4, "zero2_fp32", 0, 100),
-    (4, "zero3_fp32", 0, 1024), (2, "zero3_offload_fp32", 0, 100), (2, "zero1_fp32", 2, 1024),
-    (4, "zero0_fp32", 2, 61)])
+    (1, "local", 0, 61), (2, "zero1_fp32", 0, 61), (4, "zero2_fp32", 0, 100), (4, "zero3_fp32", 0, 1024),
+    (2, "zero1_fp32", 2, 1024), (4, "zero0_fp32", 2, 61)])
 def test_any_layout_and_micro_batch_has_the_same_losses(
     start: Start, control: Path, prepared: Path, tmp_path: Path, warm: Warm
 ) -> None:
