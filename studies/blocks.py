@@ -27,7 +27,8 @@ import torch
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import Contents, write_checkpoint
 from deepnmt.config import Recipe, dump_recipe
-from deepnmt.data.batching import Stream, collate, plan_eval
+from deepnmt.data.arrays import Indices
+from deepnmt.data.batching import Sentences, Stream, collate, plan_eval
 from deepnmt.data.encoding import end_with_parent, submit
 from deepnmt.data.prepared import PreparedData, Split, open_prepared
 from deepnmt.decode.translate import translate_lines
@@ -220,7 +221,7 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
     source, target = (vocab.size for vocab in data.vocabs())
     started, started_cpu = time.monotonic(), time.process_time()
     engine = start_engine(made, Layout(), (source, target), ranks, profile_for(made, data, ranks))
-    stream = (Stream if variant.source else _Sourceless)(data.split("train"), made.batch.tokens, made.seed)
+    stream = (Stream if variant.source else Sourceless)(data.split("train"), made.batch.tokens, made.seed)
     state, losses = TrainState(), []
     for done in updates(engine, stream, made, state, ranks):
         losses.append(done.stats.nll / done.update.tokens)
@@ -263,11 +264,11 @@ def _test_scores(recipe: Recipe, data: PreparedData, engine: Engine) -> dict[str
     return scores
 
 
-class _Sourceless(Stream):
+class Sourceless(Stream):
     """A stream of the same targets, with empty sources."""
 
-    def batch(self, epoch: int, index: int, device: torch.device) -> Batch:
-        return without_source(super().batch(epoch, index, device))
+    def collate(self, sentences: Sentences, rows: Indices, key: int, device: torch.device) -> Batch:
+        return without_source(super().collate(sentences, rows, key, device))
 
 
 def _number(value: float) -> float | None:

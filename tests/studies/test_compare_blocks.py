@@ -24,14 +24,16 @@ from small_models import batch_of
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main as train_command
 from deepnmt.config import Recipe, load_recipe
-from deepnmt.data.prepared import PreparedData
+from deepnmt.data.batching import START, Stream
+from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log
 from deepnmt.model.init import new_model
 from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tokens import EOS
 from studies.__main__ import main
-from studies.blocks import frequencies_loss, further_rates, results_of, run_variant, validation_loss
+from studies.blocks import Sourceless, frequencies_loss, further_rates, results_of, run_variant, validation_loss
 from studies.outcomes import outcome, panels, worth_of
 from studies.plots import spread
 from studies.scores import bleu, unpack, with_totals
@@ -343,3 +345,12 @@ def test_names_are_spread() -> None:
 def test_mistakes(words: str, output: str, prepared: Path, tmp_path: Path, refused: Refused) -> None:
     assert output in refused("compare-blocks", prepared / "recipe.yaml", ONE, "--output", tmp_path, *words.split())
     assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_the_baseline_trains_without_sources(prepared: Path) -> None:
+    """It has the targets of the other runs."""
+    split = open_prepared(recipe_of(prepared)).split("train")
+    [[hidden], [shown]] = (stream(split, 256, 7).update(START, 1, 0, 1, torch.device("cpu")).batches
+                           for stream in (Sourceless, Stream))
+    assert (hidden["src"] == EOS).all() and hidden["src"].shape == (len(shown["src"]), 1)
+    assert torch.equal(hidden["trg_out"], shown["trg_out"]) and shown["src"].shape[1] > 1
