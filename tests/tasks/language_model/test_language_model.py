@@ -278,7 +278,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
         ("sample", ["--prompt", "\udcff"], r"--prompt is '\\udcff', which is not UTF-8"),
         ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
         ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a"),
-        ("report", [], "the recipe has task: language_model, but report shows translations beside their references"),
+        ("report", [], "run has task: language_model, but report shows translations beside their references"),
         ("diagnose", [], "the recipe has task: language_model, but the doctor's verdict was learned from translation"),
         ("profile", [], "task: language_model, whose ω are measured when a run begins"),
         ("get", [], "task: language_model, whose texts are not pairs"),
