@@ -122,7 +122,8 @@ def evaluate_run(
     line = f"scoring: {{:,}} of {steps:,} texts and metrics"
     with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
         report = score_systems(systems, sets, recipe.data.trg_lang, own, progress)
-    _write_scores(file, report, facts, output is not None)
+    if own:  # else there are none yet, and earlier ones would be lost if a program fails
+        _write_scores(file, report, facts, output is not None)
     commands = None
     try:
         if file.is_file() or not file.exists():  # not beside a device
