@@ -112,14 +112,21 @@ def new_folder(target: Path, kind: Kind = CHECKPOINT) -> Iterator[Path]:
 @contextmanager
 def whole_folder(target: Path, kind: Kind) -> Iterator[Path]:
     """Makes a folder without a manifest, whose files are written under a temporary name. It gets its own at the end of
-    the block, and after an exception there is nothing. `target` must not exist. Raises `FolderWriteError`."""
+    the block, and after an exception there is nothing, nor the folders that were made for it. `target` must not exist.
+    Raises `FolderWriteError`."""
     recover_after_kill(target.parent, glob.escape(target.name))
-    with new_folder(target, kind) as temporary, reporting(target, kind):
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        temporary.rename(target)
-        _sync(target.parent)
+    made = [parent for parent in target.parents if not parent.exists()]
+    try:
+        with new_folder(target, kind) as temporary, reporting(target, kind):
+            yield temporary
+            for path in (*temporary.iterdir(), temporary):
+                _sync(path)
+            temporary.rename(target)
+            _sync(target.parent)
+    finally:
+        with suppress(OSError):  # the first is not empty if all went well
+            for parent in made:
+                parent.rmdir()
 
 
 def write_file(file: Path, content: Iterable[Buffer], target: Path, kind: Kind = CHECKPOINT) -> Entry:

@@ -261,6 +261,9 @@ def new_recipe(
         raise UserError(f"{folder}, where the texts would go, exists already; give the recipe another name, or remove "
                         "the folder")
     kind, precision, words = machine(hardware)
+    for given in filter(None, (valid, test)):
+        for _ in read_pairs(given):
+            pass  # for its faults
     facts = survey(corpus)
     report = [facts.text]
     with ExitStack() as unfinished:  # without the recipe there are no texts

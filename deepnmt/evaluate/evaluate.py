@@ -82,6 +82,8 @@ def evaluate_run(
         raise UserError(f"hypotheses are scored without a model, so the {model} would have no effect; give one of the "
                         "two")
     ranks = ranks or Ranks.alone(choose(recipe.parallel.device))
+    for other in others.values():
+        _require_languages(other, recipe)
     sets = load_test_sets(recipe, tests)
     own, outer = [], []
     for metric in metrics:
@@ -113,7 +115,6 @@ def evaluate_run(
         systems = {}
         systems[names[0]], facts = _translate_sets(recipe, checkpoints or recipe.run, sets, ranks, expected)
         for name, (folder, other) in zip(names[1:], others.items(), strict=True):
-            _require_languages(other, recipe)
             systems[name], _ = _translate_sets(other, folder, sets, ranks, None)
         if not ranks.first:
             return ""
@@ -121,7 +122,8 @@ def evaluate_run(
     line = f"scoring: {{:,}} of {steps:,} texts and metrics"
     with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
         report = score_systems(systems, sets, recipe.data.trg_lang, own, progress)
-    _write_scores(file, report, facts, output is not None)
+    if own:  # else there are none yet, and earlier ones would be lost if a program fails
+        _write_scores(file, report, facts, output is not None)
     commands = None
     try:
         if file.is_file() or not file.exists():  # not beside a device
@@ -153,7 +155,7 @@ def _files_read(recipe: Recipe, tests: Sequence[str] | None, hypotheses: Sequenc
 def _require_languages(other: Recipe, recipe: Recipe) -> None:
     """Raises `UserError` if another run is of other languages."""
     for lang in ("src_lang", "trg_lang"):
-        theirs, ours = getattr(other.data, lang), getattr(recipe.data, lang)
+        theirs, ours = getattr(other.data, lang, "") or "none", getattr(recipe.data, lang)  # not all tasks have them
         if theirs != ours:
             raise UserError(f"{other.run} has data.{lang} {theirs} and {recipe.run} {ours}; compare runs of one pair "
                             "of languages")

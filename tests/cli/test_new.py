@@ -88,6 +88,7 @@ def test_the_page_has_the_table() -> None:
     ("a.yaml --src a.de --trg a.en", "a.yaml exists already"),
     ("my.yaml --src text --trg a.en", "text does not end in a language such as .de; add --langs"),
     ("my.yaml --src a.de --trg a.en --valid a.de a.en", "--valid and --test go together"),
+    ("my.yaml --src a.de --trg a.en --valid a.de a.en --test a.de few.de", "a.de has 702 lines and few.de has 1;"),
     ("my.yaml --src empty.de --trg empty.de --langs de en", "empty.de has no pair with text on both sides"),
     ("old.yaml --src a.de --trg a.en", "data/old/text, where the texts would go, exists already"),
     ("my.yaml --src few.de --trg few.de --langs de en", "few.de has"),
@@ -100,7 +101,7 @@ def test_mistakes(
     Path("empty.de").write_text("\n\n")
     Path("few.de").write_text("ein Satz\n")
     assert main("new", words.split()) == 2
-    assert message in capsys.readouterr().err and not Path("my.yaml").exists()
+    assert message in capsys.readouterr().err and not Path("my.yaml").exists() and not Path("data/my").exists()
 
 
 @pytest.mark.parametrize(("file", "most"), [("my.yaml", 5_000), ("a.de/my.yaml", 10**6)])

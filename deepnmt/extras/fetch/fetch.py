@@ -240,11 +240,11 @@ def _fetch(text: Text, recipe: Recipe) -> None:
     """Downloads a text's sources, writes its two files, and the record once both are complete."""
     record = read_record(text)
     downloads: dict[str, _Download] = {}
-    for file in text.files:
-        file.parent.mkdir(parents=True, exist_ok=True)
     # the suffix stays: it decides how a file is packed
     parts = [file.with_name(f".tmp-{secrets.token_hex(4)}-{file.name}") for file in text.files]
     try:
+        for file in text.files:
+            file.parent.mkdir(parents=True, exist_ok=True)
         with show_progress(f"{text.name}: {{:,}} pairs", unit=" pairs", leave=False, desc=text.name) as progress:
             def counted() -> Iterator[tuple[str, str]]:
                 number = 0
@@ -270,7 +270,8 @@ def _fetch(text: Text, recipe: Recipe) -> None:
         new_record = _Record(origin=text.origin, lines=lines, sha256=digests, downloads=downloads)
         write_json(text.record, new_record.model_dump(exclude_none=True))
     except OSError as error:
-        raise UserError(f"{text.files[0]} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"{text.files[0]} cannot be written: {error.strerror or error}; free disk space, or give "
+                        f"{text.name} files in another folder") from None
     finally:
         for part in parts:
             part.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deepnmt.arguments import parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
-from deepnmt.config import load_recipe
+from deepnmt.config import Recipe, load_recipe
 from deepnmt.errors import UserError
 
 
@@ -28,15 +28,16 @@ def report(words: list[str]) -> None:
     add("--scores", default="scores.json", metavar="NAME", help="the file of scores in the run (default scores.json)")
     add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     args, recipe = parse(parser, words)
-    if recipe.task != type(recipe).default("task"):
-        raise UserError(f"the recipe has task: {recipe.task}, but report shows translations beside their references; "
-                        "give a run of translation")
     settable(args, "report", "what was scored is shown as it is")
     if len(args.runs) > 1:
         raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
+    others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]
+    for one in (recipe, *others):
+        if one.task != Recipe.default("task"):
+            raise UserError(f"{one.run} has task: {one.task}, but report shows translations beside their references; "
+                            "give a run of translation")
     from deepnmt.extras.report.page import write_report
 
-    others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]
     print(write_report([recipe, *others], args.scores, args.output or Path(recipe.run) / "report.html"))
 
 

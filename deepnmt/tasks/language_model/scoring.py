@@ -10,6 +10,7 @@ import numpy as np
 
 from deepnmt.checkpoint.checkpoint import require_model
 from deepnmt.config import Model, Recipe
+from deepnmt.data.tables import is_whole
 from deepnmt.data.text import read_lines
 from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
@@ -119,13 +120,16 @@ def sample_text(
     recipe: Recipe, prompt: str, count: int, length: int, temperature: float, top_k: int, top_p: float,
     checkpoint: str | None, ranks: Ranks,
 ) -> list[str]:
-    """Continuations of a prompt, with it in front.
+    """Continuations of a prompt, with it in front. Where it has several lines, each but the last ends.
 
     Raises:
-        UserError: prompt and continuation are longer than the model can read.
+        UserError: the prompt is no text; or it and the continuation are longer than the model can read.
     """
+    if not is_whole(prompt):
+        raise UserError(f"--prompt is {prompt!r}, which is not UTF-8; convert it, for example with iconv -t UTF-8")
     loaded = _load(recipe, checkpoint, ranks)
-    ids, limit = loaded.vocab.encode(prompt), loaded.recipe.model.max_length
+    lines = loaded.vocab.encode_batch(prompt.split("\n"))
+    ids, limit = list(chain.from_iterable([*line, EOS] for line in lines))[:-1], loaded.recipe.model.max_length
     if len(ids) + length > limit:
         raise UserError(f"--prompt has {len(ids)} tokens, and --tokens is {length}, but the model reads at most "
                         f"{limit} (model.max_length) together; set --tokens lower")

@@ -205,12 +205,14 @@ def test_a_record_from_elsewhere_holds(place: Path, files: tuple[Path, str], ref
     ("Mine-more-1-eng-deu", "Mine-absent-1-eng-deu", "absent.tsv cannot be fetched (404"),
     ("wmt14/full", "wmt14/ful", "did you mean wmt14/full?"),
     ("trg_lang: de", "trg_lang: cs", "SacreBLEU's wmt14/full has no en-cs"),
+    ("text/train.en", "link/a.en", "link/a.en cannot be written: File exists; "),
     (", sacrebleu: wmt14/full", "", ""),
     ("sacrebleu: wmt14/full", "mtdata: [A-b-1-deu-eng], sacrebleu: wmt14/full", "either 'mtdata' or 'sacrebleu'"),
     ("text/news.de,", "text/news.de.gz,", "fetched into two plain files"),
     ("mtdata: [Mine-more-1-eng-deu, Statmt-mine-1-deu-eng]}", "}", ""),
 ])
 def test_mistakes(place: Path, refused: Refused, old: str, new: str, said: str) -> None:
+    (place / "link").symlink_to("none")
     recipe = place / "my.yaml"
     text = recipe.read_text(encoding="utf-8")
     assert old in text

@@ -139,6 +139,11 @@ def test_runs_that_cannot_be_compared(runs: list[config.Recipe], capsys: pytest.
     ):
         assert main("evaluate", words) == 2
         assert message in capsys.readouterr().err
+    (Path(two) / "recipe.yaml").write_text(
+        f"run: {two}\ntask: speech\ndata: {{folder: a, train: a, valid: a}}\ntrain: {{updates: 1}}\n")
+    for command, message in (("evaluate", "two has data.src_lang none and "), ("report", "two has task: speech, but")):
+        assert main(command, [one, two]) == 2
+        assert message in capsys.readouterr().err
     other = runs[1].model_copy(update={"data": runs[1].data.model_copy(update={"trg_lang": "fr"})})
     with user_error("has data.trg_lang fr and .* de; compare runs of one pair of languages"):
         evaluate_run(runs[0], others={two: other})

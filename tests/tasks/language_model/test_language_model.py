@@ -89,6 +89,8 @@ def test_a_sample_is_fixed_by_its_seed_and_drawn_from_the_model(trained: Path, c
         assert main("sample", [*words, *more]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != said[2] and said[0].startswith("the dog")
+    assert main("sample", [*words, "--prompt", "the dog .\nthe dog"]) == 0
+    assert capsys.readouterr().out.startswith("the dog .\nthe dog")
     loaded = load(trained / "run", CPU)
     prompt = loaded.vocab.encode("the dog")
     drawn = np.array(continue_text(loaded.model, prompt, 3000, 1, 1)).ravel()
@@ -273,9 +275,10 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
         ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),
         ("sample", ["--temperature", "0"], "give a temperature above 0"),
         ("sample", ["--temperature", "nan"], "give a temperature above 0"),
+        ("sample", ["--prompt", "\udcff"], r"--prompt is '\\udcff', which is not UTF-8"),
         ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
         ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a"),
-        ("report", [], "the recipe has task: language_model, but report shows translations beside their references"),
+        ("report", [], "run has task: language_model, but report shows translations beside their references"),
         ("diagnose", [], "the recipe has task: language_model, but the doctor's verdict was learned from translation"),
         ("profile", [], "task: language_model, whose ω are measured when a run begins"),
         ("get", [], "task: language_model, whose texts are not pairs"),
