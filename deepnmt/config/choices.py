@@ -232,8 +232,8 @@ BLOCKS = Choices({
     "siamese": BlockFacts(
         line="x ← LN_x(x); z = F_i(LN_i(x + LN_y(y))); x ← x + z/√(K(l+1)); y ← y + z", paper="arXiv 2602.08064",
         family=_STREAMS, start="x = y", cost="2K LNs; 2 streams",
-        claim="perplexity 15.98 (Pre-LN 18.02) at 80 layers, 390M", seen="memory × 1.33, time × 1.4; 23.9 BLEU at 6L-6L",
-        take="depth; nobody but its authors has reported it"),
+        claim="perplexity 15.98 (Pre-LN 18.02) at 80 layers, 390M",
+        seen="memory × 1.33, time × 1.4; 23.9 BLEU at 6L-6L", take="depth; nobody but its authors has reported it"),
     "sub_ln": BlockFacts(
         line="as `pre_ln`, with one more LN inside self-attention and FFN", paper="Wang et al. 2022, Magneto",
         family=_PRE,
