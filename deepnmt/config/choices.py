@@ -217,23 +217,23 @@ BLOCKS = Choices({
         branch_ends=("out_norms",),
         family=_PRE, cost="K LNs",
         claim="steadier than Pre-LN at 0.4B to 3.2B: 0 of 5 runs diverge; in Gemma 2, 3 and T5Gemma",
-        seen="memory × 1.17, time × 1.3; 18.9 BLEU at 6L-6L", take="fp16, or a Pre-LN that diverges"),
+        seen="memory × 1.17, time × 1.3; 18.5 BLEU at 6L-6L", take="fp16, or a Pre-LN that diverges"),
     "lns": BlockFacts(
         line="x ← x + F_i(LN_i(x)/√l), l from 1", paper="Sun et al. 2025", exported_as="pre_ln",
         family=_PRE,
         claim="perplexity 14.45 (Pre-LN 14.67) at 130M, 9.93 (10.32) at 1.3B; behind Peri-LN beyond 72 layers",
-        seen="memory × 1.00, time × 1.0; 24.1 BLEU at 6L-6L", take="Pre-LN to 48 layers: it exports like that"),
+        seen="memory × 1.00, time × 1.0; 24.0 BLEU at 6L-6L", take="Pre-LN to 48 layers: it exports like that"),
     "keel": BlockFacts(
         line="x ← LN'_i(αx + F_i(LN_i(x))), α = KL", paper="Chen et al. 2026",
         family=_POST, cost="K LNs",
         claim="60.9 (Pre-LN 57.9) mean score at 1,024 sub-layers; not for little data",
-        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L; 23.2 BLEU at 6L-6L",
+        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L; 23.5 BLEU at 6L-6L",
         take="hundreds of layers, much text, high rates"),
     "siamese": BlockFacts(
         line="x ← LN_x(x); z = F_i(LN_i(x + LN_y(y))); x ← x + z/√(K(l+1)); y ← y + z", paper="arXiv 2602.08064",
         family=_STREAMS, start="x = y", cost="2K LNs; 2 streams",
         claim="perplexity 15.98 (Pre-LN 18.02) at 80 layers, 390M",
-        seen="memory × 1.33, time × 1.4; 23.9 BLEU at 6L-6L", take="depth; nobody but its authors has reported it"),
+        seen="memory × 1.33, time × 1.4; 24.3 BLEU at 6L-6L", take="depth; nobody but its authors has reported it"),
     "sub_ln": BlockFacts(
         line="as `pre_ln`, with one more LN inside self-attention and FFN", paper="Wang et al. 2022, Magneto",
         family=_PRE,
