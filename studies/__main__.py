@@ -207,7 +207,8 @@ def compare_blocks(words: list[str]) -> None:
         "compare-blocks",
         "Trains a recipe with each block at several depths, from scratch, and once without sources.\n\n"
         "Reads the prepared data. Writes into OUTPUT: runs.jsonl (a line for each run; run it again to train the\n"
-        "missing ones), a table of the outcomes, blocks.md, and a picture, blocks.png.",
+        "missing ones), tables of the outcomes and of what each layer passes on and is worth, blocks.md, and a\n"
+        "picture, blocks.png.",
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )
@@ -518,37 +519,23 @@ def deep_blocks(words: list[str]) -> None:
 
 def rate_ramp(words: list[str]) -> None:
     """Find the highest learning rate that each block bears."""
-    layer_study(words, "rate-ramp",
-                "Trains a recipe with each block from scratch. The learning rate begins at 1e-4 and grows by 1 % in\n"
-                "each update until the loss rises. Prints what it was when the loss was lowest.",
-                "studies/ramp_runs.jsonl")
-
-
-def layer_worth(words: list[str]) -> None:
-    """See how signal and gradient go through the layers, and what each layer is worth."""
-    layer_study(words, "layer-worth",
-                "Trains a recipe with each block, and measures each layer: the variance of its output, the norm of\n"
-                "its gradient, and how much the validation loss rises without it.",
-                "studies/layer_runs.jsonl")
-
-
-def layer_study(words: list[str], name: str, what: str, runs: str) -> None:
-    """One of the two studies of `studies/layers.py`."""
     parser = recipe_parser(
-        name, f"{what} Each run becomes a line of\nRUNS; the same command trains the missing ones.",
-        f"python -m studies {name} recipes/multi30k/compare_18l-18l.yaml --depths 6 --blocks pre_ln keel --seeds 1")
+        "rate-ramp",
+        "Trains a recipe with each block from scratch. The learning rate begins at 1e-4 and grows by 1 % in\n"
+        "each update until the loss rises. Prints what it was when the loss was lowest. Each run becomes a\n"
+        "line of RUNS; the same command trains the missing ones.",
+        "python -m studies rate-ramp recipes/multi30k/compare_18l-18l.yaml --depths 6 --blocks pre_ln keel --seeds 1",
+    )
     add_options(parser, (*BLOCKS[:4], "blocks, or ENCODER/DECODER pairs (default: twelve)"),
                 ("--depths", "N", int, [6, 18], "layers of each stack (default 6 18)"),
                 ("--seeds", "N", int, [1, 2, 3], "default 1 2 3"),
-                ("--runs", "FILE", Path, None, f"default: {runs}"), SECONDS)
+                ("--runs", "FILE", Path, "studies/ramp_runs.jsonl", "default: %(default)s"), SECONDS)
     args, recipe = parse(parser, words)
     positive(args, "depths", "seeds")
-    from studies import layers
+    from studies import rate_ramp as ramps
 
-    measure, table = {"rate-ramp": (layers.rate_ramp, layers.ramp_table),
-                      "layer-worth": (layers.layer_worth, layers.worth_table)}[name]
-    print(table(layers.study(recipe, measure, args.blocks or layers.BLOCKS, args.depths, args.seeds,
-                             args.runs or Path(runs), args.seconds)))
+    print(ramps.table(ramps.study(recipe, args.blocks or ramps.BLOCKS, args.depths, args.seeds, args.runs,
+                                  args.seconds)))
 
 
 def equal_systems(words: list[str]) -> None:
@@ -708,7 +695,6 @@ STUDIES: dict[str, Command] = {
     "mlm": mlm,
     "deep-blocks": deep_blocks,
     "rate-ramp": rate_ramp,
-    "layer-worth": layer_worth,
     "benchmark": benchmark,
     "searches": searches,
     "layouts": layouts,

@@ -47,6 +47,7 @@ from deepnmt.tokens import EOS, PAD
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
+from studies import layers
 from studies.outcomes import INTERVAL, panels, search_table, table, text_of, worth_of
 from studies.plots import plot_study
 from studies.runs import Record, append_runs
@@ -55,6 +56,7 @@ from studies.variants import Variant, read_study, same_settings, shared_settings
 
 _BEYOND = 3  # learning rates that a search tries beyond the given ones
 _CHUNK = 1000  # sentences read at a time
+_PROFILED = 8  # batches of validation text for the figures of layers
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,15 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
         finished = trained([replace(variant, rate=rate_of[variant], seed=seed) for seed in (first, *others)
                             for variant in variants if variant.source or seed == first])
     text = "\n\n".join(filter(None, [
-        table(finished), search_table(searched) if searched else "",
+        table(finished), layers.table(profiled) if (profiled := [run for run in finished if run.get("layers")]) else "",
+        search_table(searched) if searched else "",
         f"{missing} runs are missing; run the same command again to train them." if missing else ""]))
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
     if not finished:
         return text
     plot_study(panels(finished), output / "blocks.png",
                f"Training loss by residual block, {recipe.train.updates:,} updates of one recipe")
-    return f"{text}\n{output / 'blocks.png'}"
+    return f"{text}\n\n{output / 'blocks.png'}"
 
 
 def further_rates(rates: Sequence[float], worth: Mapping[float, float]) -> list[float]:
@@ -206,7 +209,7 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
     In the line, all losses are plain, in nats a target token: `losses` are means of ten updates each (the last of what
     is left), None if one is not finite; `valid` is the validation loss, `exchanged` that with shuffled sources,
     `frequencies` and `even` are the baselines. `ended`: whether it reached the last update; `dropped`: number of
-    updates with a non-finite gradient.
+    updates with a non-finite gradient. `tests` and `layers`: of a run of all the recipe's updates.
 
     Raises:
         UserError: the prepared data are missing, the validation text has one sentence, or the recipe is for several
@@ -230,6 +233,7 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
     cpu_seconds = time.process_time() - started_cpu
     own, exchanged = (_number(validation_loss(engine, valid, made.batch.tokens, ranks, sources))
                       for sources in (("own", "exchanged") if variant.source else ("none", "exchanged")))
+    whole = variant.source and variant.updates == recipe.train.updates
     record = {
         "system": asdict(variant), "settings": shared_settings(recipe, data), "parameters": engine.parameters,
         "losses": [_number(fmean(losses[start : start + INTERVAL])) for start in range(0, len(losses), INTERVAL)],
@@ -237,7 +241,8 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
         "valid": own, "exchanged": exchanged if variant.source else None,
         "frequencies": frequencies_loss(data.split("train"), valid, target), "even": math.log(target),
         "tokens": state.target_tokens, "cpu_seconds": round(cpu_seconds, 1),
-        "tests": _test_scores(made, data, engine) if variant.source and variant.updates == recipe.train.updates else {},
+        "tests": _test_scores(made, data, engine) if whole else {},
+        "layers": _profile(made, valid, engine, ranks.device) if whole else {},
         "seconds": round(time.monotonic() - started, 1),
     }
     if weights is not None:
@@ -262,6 +267,16 @@ def _test_scores(recipe: Recipe, data: PreparedData, engine: Engine) -> dict[str
         counts = sentence_counts([line[0].text for line in best], test.references[0], scorer)
         scores[test.name] = {"bleu": round(bleu(with_totals(counts).sum(axis=0)), 2), "counts": pack(counts)}
     return scores
+
+
+def _profile(recipe: Recipe, valid: Split, engine: Engine, device: torch.device) -> dict[str, Any]:
+    """`layers.profile` on some batches of the validation text; nothing if a figure is not finite."""
+    plan = plan_eval(valid.src_lengths, valid.trg_lengths, recipe.batch.tokens)
+    numbers = range(0, len(plan), max(1, len(plan) // _PROFILED))
+    batches = [collate(valid, plan[number], 0, device) for number in numbers]
+    found = layers.profile(engine.gather_model(), batches)
+    values = [value for side in found.values() for figures in side.values() for value in figures]
+    return found if all(map(math.isfinite, values)) else {}
 
 
 class Sourceless(Stream):

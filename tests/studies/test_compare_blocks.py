@@ -84,11 +84,15 @@ def test_a_study_is_resumed(compare: Compare, tmp_path: Path, capsys: pytest.Cap
     assert all(len(r["losses"]) == 3 and r["ended"] and r["losses"][0] > r["losses"][-1] for r in runs)
     text = (tmp_path / "blocks.md").read_text()
     assert text.count("**1L-1L**") == text.count("**2L-2L**") == 1
-    for rows in tables(text):
+    *outcomes, layers = tables(text)
+    for rows in outcomes:
         assert {row["initialisation"] for row in rows} == {"xavier"}
         assert {row["block"] for row in rows} == {"post_ln", "pre_ln/post_ln", "pre_ln, no source"}
         assert [row["validation"] for row in rows] == sorted(row["validation"] for row in rows)  # the best first
         assert all(float(row["target tokens"].replace(",", "")) > 22 for row in rows)
+    assert [(row["block"], row["layers"], row["side"]) for row in layers] == [
+        (block, depth, side) for depth in ("1L-1L", "2L-2L") for block in ("post_ln", "pre_ln/post_ln")
+        for side in ("encoder", "decoder")]
     assert (tmp_path / "blocks.png").stat().st_size > 20_000
     assert compare(*words) == runs and capsys.readouterr().out == output  # nothing is left to do
 
@@ -135,7 +139,7 @@ def test_an_older_study_is_resumed(compare: Compare, tmp_path: Path) -> None:
         assert system.pop("init") == "auto"
         settings["train"]["updates"], settings["optimizer"]["lr"] = system.pop("updates"), system.pop("rate")
         settings["seed"] = system.pop("seed")
-        for key in ("tokens", "cpu_seconds", "tests"):
+        for key in ("tokens", "cpu_seconds", "tests", "layers"):
             del record[key]
         del settings["translate"]
         record["settings"]["optimizer"]["decay_norms_and_biases"] = True
@@ -218,7 +222,7 @@ def test_rates_are_searched_for_each_block(compare: Compare, capsys: pytest.Capt
     assert more[: len(runs)] == runs and [run["system"]["seed"] for run in more[len(runs) :]] == [2, 2]
     capsys.readouterr()
     assert compare(*words, "--seeds", "1", "2") == more
-    own_rows, search_rows = tables(capsys.readouterr().out)
+    own_rows, _, search_rows = tables(capsys.readouterr().out)
     assert [row["runs"] for row in own_rows if row["block"] in ("post_ln", "pre_ln")] == ["2", "2"]
     assert all(sum("**" in cell for cell in row.values()) == 1 for row in search_rows)
 
@@ -252,6 +256,8 @@ def test_bleu_and_weights_of_a_run(prepared: Path, tmp_path: Path, capsys: pytes
         assert list(run["tests"]) == names
         for scores in run["tests"].values():
             assert bleu(with_totals(unpack(scores["counts"])).sum(axis=0)) == pytest.approx(scores["bleu"], abs=0.01)
+        assert all(math.isfinite(value) for side in ("encoder", "decoder") for name in ("variance", "gradient", "worth")
+                   for [value] in [run["layers"][side][name]])
     row = tables(capsys.readouterr().out)[0]
     assert all(name in row[0] for name in names)
     kept = sorted((tmp_path / "weights").iterdir())
