@@ -2,7 +2,7 @@
 
 A seeded loop over recipes, DeepSpeed JSONs, Admin profiles, logs, prepared data, every file of a checkpoint, models of
 Marian and fairseq, exported models and the records of `deepnmt get`. Half of the changed folders are sealed again, with
-hashes that fit: a hash protects from damage, not from a person. 2,000 changes;
+hashes that fit: a hash protects from damage, not from a person. 800 changes;
 `DEEPNMT_MUTATIONS=24000` makes more, `DEEPNMT_SEED` others. Arguments of the Python API are odd values in the same way.
 """
 
@@ -49,7 +49,7 @@ from deepnmt.parallel.ds_config import layout_of
 from deepnmt.training.log import Monitor
 from deepnmt.training.resume import changes_since
 
-MUTATIONS = int(os.environ.get("DEEPNMT_MUTATIONS", "2000"))
+MUTATIONS = int(os.environ.get("DEEPNMT_MUTATIONS", "800"))
 SEED = int(os.environ.get("DEEPNMT_SEED", "1"))
 SECONDS = 20  # of CPU time for one file
 GROWTH = 600 * 2**10  # KiB of memory for all
