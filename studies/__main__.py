@@ -222,7 +222,8 @@ def compare_blocks(words: list[str]) -> None:
                 ("--seeds", "N", int, [], "seeds; one that is added later is trained alone (default: the recipe's)"),
                 ("--rates", "R", float, [], "peak learning rates to search for each block by what the source is\n"
                  "worth, in shorter runs; extended while the best is at an end (default: no search, the recipe's)"),
-                ("--search-updates", "N", int, None, "updates of a run of the search (default: a third)"),
+                ("--search-updates", "N", int, None, "updates of a run of the search (default: a third, or until\n"
+                 "optimizer.lr_factors_until has no effect any more)"),
                 ("--runs", "FILE", Path, None, "the file of runs (default OUTPUT/runs.jsonl)"),
                 ("--processes", "N", int, 1, "simultaneous runs (default 1)"), SECONDS)
     parser.add_argument("--keep-weights", action="store_true", help="keep each run's last weights in OUTPUT/weights")

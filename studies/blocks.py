@@ -67,7 +67,8 @@ class Plan:
         seeds: of the runs of every variant (none: the recipe's); a variant without sources is trained with the first.
         rates: peak learning rates to search for every variant, see `further_rates` (none: no search, the recipe's, as
             always without sources). The search has the recipe's seed.
-        search_updates: updates of a run of the search (None: a third of the recipe's); its warm-up is the same.
+        search_updates: updates of a run of the search (None: a third of the recipe's, or what the rise of
+            `optimizer.lr_factors_until` takes); its warm-up is the same.
         processes: simultaneous runs, each in one process with the recipe's threads.
         seconds: no run starts after this time.
         runs: the file of runs (None: `runs.jsonl` in the output folder).
@@ -91,9 +92,15 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
         variants: of `list_variants`.
 
     Raises:
-        UserError: the prepared data are missing, or the folder cannot be written or has a `runs.jsonl` of another kind.
+        UserError: the prepared data are missing, or the folder cannot be written or has a `runs.jsonl` of another kind;
+            or the search would end before all parts have their whole rates.
     """
-    short = plan.search_updates or max(1, recipe.train.updates // 3)
+    risen = min(recipe.train.updates, 2 * recipe.optimizer.lr_factors_until)
+    short = plan.search_updates or max(1, recipe.train.updates // 3, risen)
+    if plan.rates and short < risen:  # a rate may suit the slow parts and be too high for them when it has risen
+        raise UserError(f"--search-updates is {short}, but because of optimizer.lr_factors_until "
+                        f"({recipe.optimizer.lr_factors_until}) parts of the model learn at lower rates until update "
+                        f"{risen}; give {risen} or more")
     for variant in variants:  # so that a fault ends the study before its first run
         for seed in plan.seeds:
             replace(variant, seed=seed).recipe(recipe)

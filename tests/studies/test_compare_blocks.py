@@ -336,6 +336,9 @@ def test_names_are_spread() -> None:
     ("--processes 0", "--processes is 0"),
     ("--rates 1e-3", "--rates has one value, so there is nothing to search"),
     ("--search-updates 5", "--search-updates has no effect here because no rates are searched"),
+    ('optimizer.lr_factors={"encoder":0.2} optimizer.lr_factors_until=4 --rates 1e-3 2e-3 --search-updates 7',
+     "--search-updates is 7, but because of optimizer.lr_factors_until (4) parts of the model learn at lower rates "
+     "until update 8; give 8 or more"),
     ("--rates 1e-3 0", "rate 0, seed"),
     ("--seeds 1 -1", "seed -1"),
     ("schedule.name=linear train.updates=30 --rates 1e-3 2e-3 --search-updates 4",
