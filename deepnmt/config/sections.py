@@ -100,7 +100,8 @@ class Corpus(Section):
             yield Fault(("tsv", "src", "trg"), "give either 'tsv' or 'src' and 'trg', not both")
         elif not self.tsv and not (self.src and self.trg):
             yield Fault(("src", "trg", "tsv"), "give 'src' and 'trg' files, or 'tsv' files")
-        elif len(self.src) != len(self.trg) and not any(map(has_magic, (*self.src, *self.trg))):
+        elif len(self.src) != len(self.trg) and (
+                self.translated_by or not any(map(has_magic, (*self.src, *self.trg)))):
             yield Fault(("src", "trg"), f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many "
                         "of one as of the other")
         if self.mtdata and self.sacrebleu:
