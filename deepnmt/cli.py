@@ -125,14 +125,19 @@ def versions() -> str:
 
 def _is_later_process() -> bool:
     """Whether a launcher says that this is not the first process on its machine."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0"
+    number = os.environ.get("SLURM_LOCALID", "0")
+    if "RANK" in os.environ:  # LOCAL_RANK by itself is none of a launcher's
+        number = os.environ.get("LOCAL_RANK", number)
+    return number.isdecimal() and number != "0"
 
 
 def _is_on_several_machines() -> bool:
     """Whether a launcher says so: those other machines may not see the same mistake."""
     env = os.environ
-    here = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env.get("WORLD_SIZE", "1"))))
-    return here < int(env.get("WORLD_SIZE", "1")) or int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    with suppress(ValueError):  # no number, which no launcher has set
+        here = int(env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", env.get("WORLD_SIZE", "1"))))
+        return here < int(env.get("WORLD_SIZE", "1")) or int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1
+    return False
 
 
 # Commands of earlier versions, and what has taken their place.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from deepnmt.config.plugins import is_named
 from deepnmt.data.prepared import corpora
 from deepnmt.data.text import corpora_of
 from deepnmt.errors import UserError
-from deepnmt.files import write_json
+from deepnmt.files import make_parent_folder, write_json
 from deepnmt.progress import print_status
 from deepnmt.training.status import run_status
 from deepnmt.visitors import find
@@ -72,7 +74,6 @@ def run_steps(
                 code = start(words)
                 if code:
                     return code
-        made.parent.mkdir(parents=True, exist_ok=True)
         write_json(_record(made), _origin(corpus, source))
         references = ["--references", reference] if reference else []
         code = start(["translate", maker.run, "--input", source, "--output", str(made), *references,
@@ -125,10 +126,11 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
         UserError: it translates between other languages; a file was translated otherwise.
     """
     ours = (recipe.data.src_lang, recipe.data.trg_lang)
-    theirs = (maker.data.src_lang, maker.data.trg_lang)
+    theirs = tuple(getattr(maker.data, name, "") for name in ("src_lang", "trg_lang"))
     if sorted(ours) != sorted(theirs):
-        raise UserError(f"{corpus.translated_by} (data.translated_by) translates {theirs[0]} to {theirs[1]}, but the "
-                        f"recipe is for {ours[0]} and {ours[1]}; name a model of these, in either direction")
+        does = f"translates {theirs[0]} to {theirs[1]}" if all(theirs) else f"has task: {maker.task}"
+        raise UserError(f"{corpus.translated_by} (data.translated_by) {does}, but the recipe is for {ours[0]} and "
+                        f"{ours[1]}; name a model of these, in either direction")
     sources, files = corpus.src, corpus.trg
     if ours != theirs:  # the other direction
         sources, files = files, sources
@@ -139,6 +141,7 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
             if not Path(source).is_file():
                 raise UserError(f"there is no text file {source}, which {corpus.translated_by} is to translate; "
                                 "correct its path in the recipe's data section")
+            make_parent_folder(made, "its path in the recipe's data section")
             jobs.append((corpus, maker, source, reference, made))
         elif _record(made).is_file() and json.loads(_record(made).read_bytes()) != _origin(corpus, source):
             raise UserError(f"{made} was translated from another text, by another model or with other settings "
@@ -158,12 +161,20 @@ def _origin(corpus: Corpus, source: str) -> dict[str, Any]:
 
 
 def starter(launcher: str | None) -> Start:
-    """Runs each command in a process of its own; those that take several, with `launcher`, which ends in deepnmt."""
+    """Runs each command in a process of its own; those that take several, with `launcher`, which ends in deepnmt.
+    Raises `UserError` if that is no command."""
+    launching: list[str] = []
+    if launcher is not None:
+        with suppress(ValueError):  # an open quotation mark
+            launching = shlex.split(launcher)
+        if not launching or shutil.which(launching[0]) is None:
+            raise UserError(f"--launcher is {launcher!r}, which begins with no program that is installed here; give a "
+                            'command that ends in deepnmt, such as "torchrun --nproc_per_node 2 -m deepnmt"')
 
     def start(words: list[str]) -> int:
         program, command = "deepnmt", [sys.executable, str(_MAIN)]
         if launcher is not None and words[0] not in ("prepare", "average", "export"):
-            program, command = launcher, shlex.split(launcher)
+            program, command = launcher, launching
         print_status(f"$ {program} {shlex.join(words)}")
         with subprocess.Popen([*command, *words]) as process:
             # so that training saves: subprocess.run would kill it

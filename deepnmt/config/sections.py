@@ -100,7 +100,8 @@ class Corpus(Section):
             yield Fault(("tsv", "src", "trg"), "give either 'tsv' or 'src' and 'trg', not both")
         elif not self.tsv and not (self.src and self.trg):
             yield Fault(("src", "trg", "tsv"), "give 'src' and 'trg' files, or 'tsv' files")
-        elif len(self.src) != len(self.trg) and not any(map(has_magic, (*self.src, *self.trg))):
+        elif len(self.src) != len(self.trg) and (
+                self.translated_by or not any(map(has_magic, (*self.src, *self.trg)))):
             yield Fault(("src", "trg"), f"'src' names {len(self.src)} files and 'trg' {len(self.trg)}; give as many "
                         "of one as of the other")
         if self.mtdata and self.sacrebleu:
@@ -955,13 +956,14 @@ class Parallel(Section):
     """The number format of forward and backward pass, fp32 without a `ds_config`; weights and sums of gradients are
     also kept in fp32."""
     pipeline_stages: Layers = 0
-    """Stages of the pipeline that the model is split into, not with dlcl and dlcl_post; 0: no pipeline."""
+    """Stages of the pipeline that the model is split into; 0: no pipeline."""
     recompute_layers: Layers = 0
     """Activation checkpointing: of each group of this many layers only the input is kept, and the rest is computed
     again in the backward pass, to save memory; 0: all activations are kept."""
     compile: bool = False
-    """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, dlcl and dlcl_post. The first
-    update then takes a minute or more. On a GPU dropout draws other masks than without it."""
+    """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, nor with blocks that keep every
+    output (dlcl, dlcl_post, attn_res and block_attn_res). The first update then takes a minute or more. On a GPU
+    dropout draws other masks than without it."""
     overrides: list[str] = Field(default_factory=list)
     """Sets of operations that take the place of PyTorch's own in training and its validations: `triton`, for a GPU
     from Ampere on, where dropout then draws other masks. It has not run on a GPU yet. A CPU ignores it."""

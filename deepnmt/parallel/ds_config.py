@@ -16,7 +16,7 @@ import sys
 from collections.abc import KeysView, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -48,6 +48,8 @@ _OWNED_BY_RECIPE = {
     "activation_checkpointing": "the recipe's parallel.recompute_layers owns it",
     "torch_autocast": "the recipe's parallel.precision chooses the float type",
     "amp": "the recipe's parallel.precision chooses the float type",
+    "tensor_parallel": "deepnmt divides a model by ZeRO, or into the stages of a pipeline",
+    "data_efficiency": "deepnmt reads the text by itself",
 }
 
 # Keys of features that deepnmt implements itself: the only value they may have, and why.
@@ -55,6 +57,9 @@ _FIXED_VALUES = {
     "fp16.loss_scale": (0, "the loss scale is dynamic, by the recipe's loss_scale section"),
     "fp16.hysteresis": (1, "every overflow halves the loss scale"),
     "pipeline.activation_checkpoint_interval": (0, "the recipe's parallel.recompute_layers owns it"),
+    "zero_allow_untested_optimizer": (True, "the recipe chooses the optimizer"),
+    "zero_force_ds_cpu_optimizer": (False, "every optimizer is PyTorch's"),
+    "zero_optimization.zero_hpz_partition_size": (1, "weights have no second partition"),
 }
 
 
@@ -81,6 +86,10 @@ class Layout:
     data_ranks: int = 1
     config: dict[str, Any] | None = None
     path: str = ""
+
+    def offloads(self, what: Literal["optimizer", "param"]) -> bool:
+        """Whether the optimizer, or the weights, are in the machine's memory instead of a GPU's."""
+        return _get(self.config or {}, f"zero_optimization.offload_{what}.device") == "cpu"
 
 
 def layout_of(recipe: Recipe, world: int) -> Layout:
@@ -204,7 +213,7 @@ def _foreign_keys(tree: dict[str, Any]) -> list[str]:
             faults.append(f"{key} is given, but {owner}; remove it from the JSON")
     for key, (value, why) in _FIXED_VALUES.items():
         if _get(tree, key) not in (None, value):
-            faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {value}, or remove it")
+            faults.append(f"{key} is {json.dumps(_get(tree, key))}, but {why}; write {json.dumps(value)}")
     for key in ("communication_data_type", "data_types.grad_accum_dtype"):
         if _get(tree, key) not in (None, *get_args(Precision)):
             faults.append(f"{key} is {json.dumps(_get(tree, key))}, must be one of {', '.join(get_args(Precision))}")
@@ -214,6 +223,7 @@ def _foreign_keys(tree: dict[str, Any]) -> list[str]:
 def _choose_zero(tree: dict[str, Any], model: Model) -> list[str]:
     """Checks the ZeRO stage and what depends on it, and sets the size from which ZeRO-3 gathers weights."""
     faults = []
+    tree.setdefault("zero_force_ds_cpu_optimizer", False)  # else offload takes no optimizer of PyTorch's
     stage = _get(tree, "zero_optimization.stage")
     if _get(tree, _PERSISTENCE) == "auto":  # biases, norms and other vectors stay whole: fewer and larger gathers
         _, _, name = _PERSISTENCE.partition(".")
@@ -224,7 +234,9 @@ def _choose_zero(tree: dict[str, Any], model: Model) -> list[str]:
         faults.append(f"zero_optimization.stage is {json.dumps(stage)}, must be 0, 1, 2 or 3")
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = _get(tree, f"zero_optimization.{key}.device")
-        if device not in (None, "none") and stage in (0, 1, 2, 3) and stage < least:
+        if device not in (None, "none", "cpu"):
+            faults.append(f'zero_optimization.{key}.device is {json.dumps(device)}, must be "cpu" or "none"')
+        elif device == "cpu" and stage in (0, 1, 2, 3) and stage < least:
             faults.append(f"zero_optimization.{key} is given, but has no effect below stage {least}; remove it")
     return faults
 
@@ -356,7 +368,7 @@ def _read(path: str) -> dict[str, Any]:
         raise UserError(f"parallel.ds_config: there is no file {path}; ds_configs/zero0.json, zero1.json, zero2.json, "
                         "zero3.json and zero3_offload.json come with deepnmt")
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"parallel.ds_config: {file} is not valid JSON: {error}") from None
     if not isinstance(tree, dict):

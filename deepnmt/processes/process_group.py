@@ -118,7 +118,7 @@ def rank_from_environment() -> tuple[int, int, int, int]:
 
     For the tasks of an `srun` it also sets MASTER_ADDR and MASTER_PORT, where they are missing.
 
-    Raises `UserError` for a rank that is none of a launcher's.
+    Raises `UserError` for a rank that is none of a launcher's, or a variable that is no number.
     """
     env = os.environ
     if "RANK" in env:
@@ -127,8 +127,9 @@ def rank_from_environment() -> tuple[int, int, int, int]:
             raise UserError(f"the environment variable RANK is {env['RANK']}, but WORLD_SIZE is "
                             f"{env.get('WORLD_SIZE', 'missing')}, and launchers set both; unset RANK to start one "
                             "process, or start several with deepspeed, torchrun or srun")
-        local_world = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", world))
-        return int(env["RANK"]), int(world), int(env.get("LOCAL_RANK", "0")), int(local_world)
+        local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
+        local_rank, local_world = slurm.number_in(env, "LOCAL_RANK", "0"), slurm.number_in(env, local_size, world)
+        return int(env["RANK"]), int(world), local_rank, local_world
     place = slurm.place(env)
     if place is None:
         return 0, 1, 0, 1
@@ -181,11 +182,11 @@ def free_port() -> int:
 def open_store(rank: int, world: int, wait: timedelta) -> dist.Store:
     """Opens the store in which the processes find each other; rank 0 serves it unless torchrun's own process does."""
     env = os.environ
-    address = env.setdefault("MASTER_ADDR", "127.0.0.1")
+    address, port = env.setdefault("MASTER_ADDR", "127.0.0.1"), slurm.number_in(env, "MASTER_PORT", "0", 65535)
     serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = None
     if serves:
-        listener = listen_at(address, int(env.get("MASTER_PORT", "0")))
+        listener = listen_at(address, port)
     if "MASTER_PORT" not in env:
         port = listener.getsockname()[1] if listener else free_port()
         env["MASTER_PORT"] = str(port)

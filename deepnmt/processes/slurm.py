@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
+from deepnmt.errors import UserError
+
 _FIRST_PORT, _PORTS = 10_000, 20_000  # below the ports that Linux gives to outgoing connections
+
+
+def number_in(env: Mapping[str, str], name: str, default: str, most: float = math.inf) -> int:
+    """The whole number in a variable that a launcher sets. Raises `UserError` if it is anything else."""
+    text = env.get(name, default)
+    if not text.isdecimal() or int(text) > most:
+        bound = "" if most == math.inf else f" up to {most}"
+        raise UserError(f"the environment variable {name} is {text!r}, must be a whole number{bound}, as launchers set "
+                        "it; unset it to start one process, or start several with deepspeed, torchrun or srun")
+    return int(text)
 
 
 def place(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
@@ -13,13 +26,13 @@ def place(env: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 
     Within `sbatch` and `salloc` themselves the variables of the job are set too, but not those of a step.
     """
-    world = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    world = number_in(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS", "1")
     if world < 2 or "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None
     counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "1"))
-    node = int(env.get("SLURM_NODEID", "0"))
+    node = number_in(env, "SLURM_NODEID", "0")
     local_world = counts[min(node, len(counts) - 1)]
-    return int(env["SLURM_PROCID"]), world, int(env.get("SLURM_LOCALID", "0")), local_world
+    return number_in(env, "SLURM_PROCID", "0"), world, number_in(env, "SLURM_LOCALID", "0"), local_world
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -36,7 +49,7 @@ def meeting_point(env: Mapping[str, str]) -> dict[str, str]:
     address = "127.0.0.1"
     if nodes and env.get("SLURM_STEP_NUM_NODES") != "1":
         address = first_node(nodes)
-    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID", "0"))
+    job, step = number_in(env, "SLURM_JOB_ID", "0"), number_in(env, "SLURM_STEP_ID", "0")
     port = _FIRST_PORT + (job * 7 + step) % _PORTS
     return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 

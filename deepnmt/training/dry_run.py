@@ -161,8 +161,7 @@ def memory_fault(
     recipe: Recipe, layout: Layout, needed: Mapping[str, float], most: float, device: str
 ) -> str | None:
     """A sentence if a process needs more than `most` bytes of memory, else None; `needed` is of `memory_estimate`."""
-    zero = (layout.config or {}).get("zero_optimization", {})
-    elsewhere = {"optimizer": zero.get("offload_optimizer"), "weights": zero.get("offload_param")}
+    elsewhere = {"optimizer": layout.offloads("optimizer"), "weights": layout.offloads("param")}
     on_device = dict(needed)
     for name in on_device:
         if device == "cuda" and elsewhere.get(name):

@@ -92,8 +92,8 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
         if (Model.is_marked(key, Fact.TRAINING_ONLY) and not (name == "init" and "published" in (was, now))) or (
                 name == "layers" and side in grown):
             continue
-        first = next(parameter for parameter in expected if parameter.startswith(side))
-        deeper = ", or train.grow=stack" if name == "layers" and now > was else ""
+        first = next((parameter for parameter in expected if parameter.startswith(side)), side)
+        deeper = ", or train.grow=stack" if name == "layers" and now > was > 0 else ""
         raise UserError(f"train.init_from names {folder}, which holds another model: "
                         f"{difference or f'{first} would mean something else'}, since model.{key} is {now} and was "
                         f"{was}; set model.{key}={was}{deeper}")
@@ -112,11 +112,15 @@ def origins(recipe: Recipe, vocabs: Vocabs, folder: Path) -> dict[str, str]:
 
 
 def _grown(recipe: Recipe, old: Model, folder: Path) -> dict[str, tuple[int, int]]:
-    """The layers before and now of each side that grows. Raises `UserError` if its block does not offer it."""
+    """The layers before and now of each side that grows. Raises `UserError` if none is to, or its block does not offer
+    it."""
+    if recipe.train.grow is not None and old.depths == recipe.model.depths:
+        raise UserError(f"train.grow ({recipe.train.grow}) has no effect, since {folder} is {old.depths}, as deep as "
+                        "the recipe's model; set model.encoder.layers or model.decoder.layers higher, or remove it")
     grown: dict[str, tuple[int, int]] = {}
     for side in recipe.model.sides:
         was, now, block = old.stack(side).layers, recipe.model.stack(side).layers, recipe.model.stack(side).block
-        if recipe.train.grow is None or now <= was:
+        if recipe.train.grow is None or now <= was or not was:
             continue
         if not BLOCKS[block].growable:
             offered = ", ".join(choices.BLOCKS.where(lambda row: row.growable))

@@ -86,6 +86,7 @@ def test_ctrl_c(
         raise KeyboardInterrupt
 
     monkeypatch.setitem(COMMANDS, "prepare", pressed)
+    monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert main(None, ["prepare", "recipe.yaml"]) == 130
     assert capsys.readouterr() == ("", said)

@@ -170,6 +170,9 @@ def test_mistakes(prepared: Path, place: Path, refused: Refused, monkeypatch: py
         ("third", ("en", "de"), {"trg": "made.de", "translated_by": "a.yaml"}),
         ("none", ("en", "de"), {"src": "none.en", "trg": "made.de", "translated_by": "a.yaml"}),
         ("wrong", ("en", "de"), {"trg": "made.de", "translated_by": "a.yaml", "translate": {"beams": 5}}),
+        ("inside", ("en", "de"), {"trg": "real.en/made.de", "translated_by": "a.yaml"}),
+        ("tagger", ("en", "de"), {"trg": "made.de", "translated_by": "bert/small_2l"}),
+        ("some", ("en", "de"), {"src": ["real.en", "real.de"], "trg": "made.*", "translated_by": "a.yaml"}),
     ):
         write(prepared, name, langs, {"src": "real.en", **change})
     text = Path("a.yaml").read_text(encoding="utf-8").replace("src_lang: en", "src_lang: fr")
@@ -179,6 +182,12 @@ def test_mistakes(prepared: Path, place: Path, refused: Refused, monkeypatch: py
     assert "third.yaml (data.translated_by) translates en to de, but the recipe is for fr and de" in refused(
         "run", "french.yaml")
     assert "translate.beams: unknown setting; did you mean translate.beam?" in refused("run", "wrong.yaml")
+    assert "file real.en/made.de cannot be written" in refused("run", "inside.yaml")
+    monkeypatch.setenv("DEEPNMT_CORPORA", ".")
+    assert "bert/small_2l (data.translated_by) has task: masked_lm, but" in refused("run", "tagger.yaml")
+    assert "'src' names 2 files and 'trg' 1" in refused("run", "some.yaml")
+    for launcher in ("", "no-such-program -m deepnmt", "'torchrun"):
+        assert "which begins with no program" in refused("run", "a.yaml", "--launcher", launcher)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert "--launcher" in refused("run", "a.yaml")
@@ -201,7 +210,7 @@ def test_a_step_is_a_process_that_gets_signals(tmp_path: Path, monkeypatch: pyte
     assert process.returncode == 75 and "train my.yaml" in said
     assert starter(None)(["prepare", str(tmp_path / "none.yaml")]) == 2
     for command in ("prepare", "average", "export"):  # several processes would write one folder
-        assert starter("no-such-launcher")([command, str(tmp_path / "none.yaml")]) == 2
+        assert starter("true")([command, str(tmp_path / "none.yaml")]) == 2
 
 
 def test_processes_that_prepare_do_not_run_the_program_again(monkeypatch: pytest.MonkeyPatch) -> None:

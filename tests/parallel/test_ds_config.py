@@ -119,6 +119,13 @@ def refused(path: Path, precision: str, stages: int = 0) -> str:
     ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "fp32", 0,
      "zero_optimization.offload_optimizer is given, but has no effect below stage 1; remove it"),
     ({"pipeline": 8}, "fp32", 2, "pipeline is 8, must be an object"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "fp32", 0,
+     'zero_optimization.offload_optimizer.device is "nvme", must be "cpu" or "none"'),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "fp32", 0, "hpz_partition_size is 2, but"),
+    ({"zero_allow_untested_optimizer": False}, "fp32", 0, "is false, but the recipe chooses the optimizer; write true"),
+    ({"zero_force_ds_cpu_optimizer": True}, "fp32", 0, "is true, but every optimizer is PyTorch's; write false"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "fp32", 0, "tensor_parallel is given, but deepnmt divides"),
+    ({"data_efficiency": {"enabled": True}}, "fp32", 0, "data_efficiency is given, but deepnmt reads the text"),
 ])
 def test_a_json_that_contradicts_the_recipe_or_has_no_effect(
     write: Write, keys: dict[str, Any], precision: str, stages: int, message: str
@@ -131,7 +138,7 @@ def test_a_json_that_contradicts_the_recipe_or_has_no_effect(
                                      'makes it 13; write "auto"'),
     ({"loss_scale_window": 0.5}, "fp16.loss_scale_window is 0.5, but the recipe's loss_scale.window makes it 256"),
     ({"loss_scale": 128}, "fp16.loss_scale is 128, but the loss scale is dynamic"),
-    ({"hysteresis": 2}, "fp16.hysteresis is 2, but every overflow halves the loss scale; write 1, or remove it"),
+    ({"hysteresis": 2}, "fp16.hysteresis is 2, but every overflow halves the loss scale; write 1"),
     ({"min_loss_scale": 1}, "fp16.min_loss_scale is given, but the recipe's loss_scale.floor owns it"),
     ({"enabled": "yes"}, 'fp16.enabled must be written, true, false or "auto"'),
 ])
@@ -149,6 +156,16 @@ def test_impossible_loss_scales(settings: dict[str, float], message: str) -> Non
     with pytest.raises(UserError) as caught:
         recipe_of(**settings)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_offload_by_pytorchs_optimizers(write: Write, device: str) -> None:
+    """Without a word about it in the file, which may begin with a byte order mark."""
+    path = write("zero1", "zero_optimization", offload_optimizer={"device": device})
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    layout = layout_of(recipe_of(path), 1)
+    assert layout.offloads("optimizer") == (device == "cpu") and layout.config
+    assert layout.config["zero_force_ds_cpu_optimizer"] is False
 
 
 def test_a_json_without_end_is_refused(tmp_path: Path) -> None:

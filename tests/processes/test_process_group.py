@@ -65,6 +65,25 @@ def test_a_rank_that_no_launcher_has_set(rank: str, world: str | None, prepared:
     assert f"RANK is {rank}, but WORLD_SIZE is {world or 'missing'}" in said and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", "first"), ("LOCAL_WORLD_SIZE", "-1"),
+                                             ("MASTER_PORT", "99999"), ("SLURM_STEP_NUM_TASKS", ""),
+                                             ("SLURM_JOB_ID", "job")])
+def test_a_variable_that_is_no_number(name: str, value: str, prepared: Path, monkeypatch: pytest.MonkeyPatch,
+                                      refused: Refused, tmp_path: Path) -> None:
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    for other, given in (slurm if "SLURM" in name else {"RANK": "0", "WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(other, given)
+    monkeypatch.setenv(name, value)
+    said = refused("train", str(prepared / "recipe.yaml"), f"run={tmp_path / 'run'}",
+                   "parallel.ds_config=ds_configs/zero1.json")
+    assert f"the environment variable {name} is '{value}', must be a whole number" in said
+
+
+def test_a_local_rank_alone_silences_nothing(monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert "there is no recipe none.yaml" in refused("train", "none.yaml")
+
+
 def rank_that_waits(voice: int) -> None:
     """Runs in a forked process: starts as one rank of several, as far as possible without the others, then waits."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a training run in the parent process may have set a handler

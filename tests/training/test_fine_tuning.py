@@ -17,7 +17,7 @@ from warm import Warm, train
 from deepnmt import api
 from deepnmt.checkpoint.checkpoint import load_model, model_in, moments_in, weights_in
 from deepnmt.cli import main
-from deepnmt.config import Recipe, load_recipe
+from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepare import prepare
@@ -27,7 +27,7 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.translation.validate import validate
-from deepnmt.training.fine_tuning import trained_weights
+from deepnmt.training.fine_tuning import find_trained, origins, trained_weights
 
 OTHER_TEXT = Path(__file__).resolve().parents[1] / "fixtures" / "other_text"  # 150 pairs, 10 and 5
 
@@ -172,6 +172,11 @@ def test_what_does_not_fit_is_named(prepared: Path, base: Path, refused: Refused
             "model.encoder.layers=2, or train.grow=stack") in said("model.encoder.layers=3")
     assert ("decoder.layers.1.cross_attn.kv.bias [32] is not expected, since model.decoder.layers is 1 and was "
             "2; set model.decoder.layers=2") in said("model.decoder.layers=1", "train.grow=stack")
+    assert "train.grow (stack) has no effect, since " in said("train.grow=stack")
+    recipe = recipe_of(prepared, base, "train.grow=stack")
+    alone = recipe.model_copy(update={"model": with_settings(recipe.model, {"encoder.layers": 0})})  # another task's
+    with user_error(r"since model\.encoder\.layers is 0 and was 2; set model\.encoder\.layers=2"):
+        origins(alone, open_prepared(recipe).vocabs(), find_trained(recipe))
     offered = said("model.encoder.layers=3", "model.encoder.block=b2t", "train.grow=stack")
     assert "train.grow (stack) is offered for pre_ln, admin, deepnorm, " in offered
     assert "but model.encoder.block is b2t; set model.encoder.layers=2" in offered
