@@ -168,7 +168,7 @@ def starter(launcher: str | None) -> Start:
         with suppress(ValueError):  # an open quotation mark
             launching = shlex.split(launcher)
         if not launching or shutil.which(launching[0]) is None:
-            raise UserError(f"--launcher is {launcher!r}, which begins with no program that is installed here; give a "
+            raise UserError(f"--launcher is {launcher!r}, which begins with no program on the PATH; give a "
                             'command that ends in deepnmt, such as "torchrun --nproc_per_node 2 -m deepnmt"')
 
     def start(words: list[str]) -> int:

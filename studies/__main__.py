@@ -207,8 +207,8 @@ def compare_blocks(words: list[str]) -> None:
         "compare-blocks",
         "Trains a recipe with each block at several depths, from scratch, and once without sources.\n\n"
         "Reads the prepared data. Writes into OUTPUT: runs.jsonl (a line for each run; run it again to train the\n"
-        "missing ones), tables of the outcomes and of what each layer passes on and is worth, blocks.md, and a\n"
-        "picture, blocks.png.",
+        "missing ones), tables of the outcomes and of what each layer passes on and is worth, blocks.md, and\n"
+        "pictures, blocks.png and layers.png (of the deepest models).",
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
     )

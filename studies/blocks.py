@@ -85,8 +85,8 @@ class Plan:
 
 
 def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan) -> str:
-    """Trains the runs that are missing in the file of runs; writes `blocks.md` and `blocks.png` into `output` and
-    returns the tables.
+    """Trains the runs that are missing in the file of runs; writes `blocks.md`, `blocks.png` and `layers.png`
+    into `output` and returns the tables.
 
     Args:
         variants: of `list_variants`.
@@ -144,8 +144,9 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
         first, *others = plan.seeds or [recipe.seed]
         finished = trained([replace(variant, rate=rate_of[variant], seed=seed) for seed in (first, *others)
                             for variant in variants if variant.source or seed == first])
+    profiled = [run for run in finished if run.get("layers")]
     text = "\n\n".join(filter(None, [
-        table(finished), layers.table(profiled) if (profiled := [run for run in finished if run.get("layers")]) else "",
+        table(finished), layers.table(profiled) if profiled else "",
         search_table(searched) if searched else "",
         f"{missing} runs are missing; run the same command again to train them." if missing else ""]))
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
@@ -153,7 +154,12 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
         return text
     plot_study(panels(finished), output / "blocks.png",
                f"Training loss by residual block, {recipe.train.updates:,} updates of one recipe")
-    return f"{text}\n\n{output / 'blocks.png'}"
+    pictures = [output / "blocks.png"]
+    if profiled:
+        deepest = max(run["system"]["layers"] for run in profiled)
+        pictures.append(output / "layers.png")
+        layers.plot([run for run in profiled if run["system"]["layers"] == deepest], pictures[-1])
+    return "\n".join([text, "", *map(str, pictures)])
 
 
 def further_rates(rates: Sequence[float], worth: Mapping[float, float]) -> list[float]:

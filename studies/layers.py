@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, median
 
 from torch import nn
@@ -19,6 +20,7 @@ from deepnmt.files import markdown_table
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.hooks import hooks
 from deepnmt.model.transformer import Transformer
+from deepnmt.plots import LEGEND, panels, save, style
 from studies.runs import Record
 from studies.variants import Variant
 
@@ -73,6 +75,21 @@ def table(runs: Sequence[Record]) -> str:
                          f"{fmean(map(median, worths)):+.3f}", f"{fmean(map(max, worths)):+.2f}",
                          f"{100 * fmean(fmean(value < IDLE for value in worth) for worth in worths):.0f} %"))
     return markdown_table(rows)
+
+
+def plot(runs: Sequence[Record], path: Path) -> None:
+    """What each layer is worth, by block and side; the means of seeds. The runs have one depth."""
+    worths: dict[str, list[Record]] = {}
+    for run in runs:
+        worths.setdefault(Variant(**run["system"]).word, []).append(run["layers"])
+    figure, grid = panels(SIDES, "layer that is left out", "rise of the loss, nats a target token", columns=2)
+    for axes, side in zip(grid, SIDES, strict=True):
+        for number, (word, own) in enumerate(worths.items()):
+            means = [fmean(values) for values in zip(*(run[side]["worth"] for run in own), strict=True)]
+            axes.plot(range(1, 1 + len(means)), means, **style(number), linewidth=1.3, label=word)
+        axes.set_yscale("symlog", linthresh=IDLE)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, **LEGEND)
+    save(figure, path)
 
 
 def _ratio(above: float, below: float) -> float:

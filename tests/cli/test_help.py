@@ -99,6 +99,7 @@ def same_threads() -> Iterator[None]:
 def test_every_example_is_accepted(
         command: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its arguments and recipe are accepted; then it ends because text, data or checkpoints are missing."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))  # of torchrun
     if command in LONG:
         monkeypatch.setattr(LONG[command], refuse)
     lines = examples(command, capsys)

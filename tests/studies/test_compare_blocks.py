@@ -93,7 +93,7 @@ def test_a_study_is_resumed(compare: Compare, tmp_path: Path, capsys: pytest.Cap
     assert [(row["block"], row["layers"], row["side"]) for row in layers] == [
         (block, depth, side) for depth in ("1L-1L", "2L-2L") for block in ("post_ln", "pre_ln/post_ln")
         for side in ("encoder", "decoder")]
-    assert (tmp_path / "blocks.png").stat().st_size > 20_000
+    assert all((tmp_path / f"{name}.png").stat().st_size > 20_000 for name in ("blocks", "layers"))
     assert compare(*words) == runs and capsys.readouterr().out == output  # nothing is left to do
 
 
