@@ -118,6 +118,7 @@ def test_a_rank_ends_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_error_on_all_processes_is_reported_once(
         variable: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "1")
     outputs = []
     for number in ("0", "1"):
         monkeypatch.setenv(variable, number)
