@@ -88,7 +88,8 @@ def plot(runs: Sequence[Record], path: Path) -> None:
             means = [fmean(values) for values in zip(*(run[side]["worth"] for run in own), strict=True)]
             axes.plot(range(1, 1 + len(means)), means, **style(number), linewidth=1.3, label=word)
         axes.set_yscale("symlog", linthresh=IDLE)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, **LEGEND)
+        axes.yaxis.set_major_formatter("{x:g}")
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, **LEGEND)
     save(figure, path)
 
 

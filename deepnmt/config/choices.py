@@ -222,7 +222,8 @@ BLOCKS = Choices({
         line="x ← x + F_i(LN_i(x)/√l), l from 1", paper="Sun et al. 2025", exported_as="pre_ln",
         family=_PRE,
         claim="perplexity 14.45 (Pre-LN 14.67) at 130M, 9.93 (10.32) at 1.3B; behind Peri-LN beyond 72 layers",
-        seen="memory × 1.00, time × 1.0; 24.0 BLEU at 6L-6L", take="Pre-LN to 48 layers: it exports like that"),
+        seen="memory × 1.00, time × 1.0; 24.8 BLEU at 6L-6L, 24.4 at 18L-18L (Pre-LN 20.5)",
+        take="Pre-LN to 48 layers: it exports like that"),
     "keel": BlockFacts(
         line="x ← LN'_i(αx + F_i(LN_i(x))), α = KL", paper="Chen et al. 2026",
         family=_POST, cost="K LNs",
@@ -239,7 +240,7 @@ BLOCKS = Choices({
         family=_PRE,
         start="v, out, fc1, fc2 × √ln(3M) (decoder), × √(ln(3M)·ln(2N)/3) (encoder); not in the cross-attention",
         cost="2 LNs, of D and I", claim="one block for text, vision and speech, better than the usual one of each",
-        seen="memory × 1.33, time × 1.3; 12.1 BLEU at 6L-6L", take="its constants are made for an encoder-decoder"),
+        seen="memory × 1.33, time × 1.3; 17.5 BLEU at 6L-6L", take="its constants are made for an encoder-decoder"),
     "mix_ln": BlockFacts(
         line="as `post_ln` in the lowest quarter of the layers, as `pre_ln` above", paper="Li et al. 2024",
         family=_PRE, claim="better than Pre-LN from 70M to 7B; at Keel's depths only at low rates",
@@ -253,7 +254,7 @@ BLOCKS = Choices({
     "block_attn_res": BlockFacts(
         line="as `attn_res`, over sums of ⌈KL/N⌉ sub-layers", paper="Kimi Team 2026", options=("residual_blocks",),
         family=_BELOW, start="w = 0", cost="2KD; keeps at most N + 1 tensors", claim="nearly as `attn_res`",
-        seen="memory × 1.18, time × 2.9; 19.9 BLEU at 6L-6L", take="depth beyond 20 layers of the same"),
+        seen="memory × 1.18, time × 2.9; 24.6 BLEU at 6L-6L", take="depth beyond 20 layers of the same"),
     "hyper": BlockFacts(
         line="H ← A_rᵀH + Bᵀ F_i(LN_i(A_mᵀH)), n streams H", paper="Zhu et al. 2024", options=("streams",),
         family=_STREAMS, start="W = 0, s = 0.01, A_m = e_{k mod n}, A_r = I, B = 1",
