@@ -254,7 +254,7 @@ BLOCKS = Choices({
     "block_attn_res": BlockFacts(
         line="as `attn_res`, over sums of ⌈KL/N⌉ sub-layers", paper="Kimi Team 2026", options=("residual_blocks",),
         family=_BELOW, start="w = 0", cost="2KD; keeps at most N + 1 tensors", claim="nearly as `attn_res`",
-        seen="memory × 1.18, time × 2.9; 24.6 BLEU at 6L-6L", take="depth beyond 20 layers of the same"),
+        seen="memory × 1.18, time × 2.9; 24.3 BLEU at 6L-6L", take="depth beyond 20 layers of the same"),
     "hyper": BlockFacts(
         line="H ← A_rᵀH + Bᵀ F_i(LN_i(A_mᵀH)), n streams H", paper="Zhu et al. 2024", options=("streams",),
         family=_STREAMS, start="W = 0, s = 0.01, A_m = e_{k mod n}, A_r = I, B = 1",
