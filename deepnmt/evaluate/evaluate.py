@@ -270,18 +270,12 @@ def scores_file(
     Raises:
         UserError: recipe.yaml in the run folder is faulty.
     """
-    run = Path(recipe.run)
-    own = load_recipe(run) if (run / RECIPE).is_file() else recipe
-    parts = []
-    for folder in checkpoints:
-        parts += _checkpoint_parts(Path(folder).resolve(), run.resolve())
-    for spec in hypotheses or ():
-        system, _, _ = spec.partition("=")
-        parts.append(system)
+    own = recipe_of_run(recipe)
+    parts = [spec.partition("=")[0] for spec in hypotheses or ()]
     parts += others
 
     def settings(of: Recipe) -> dict[str, Any]:
-        values: dict[str, Any] = {"src_lang": of.data.src_lang, "trg_lang": of.data.trg_lang}
+        values = {lang: getattr(of.data, lang, "") for lang in ("src_lang", "trg_lang")}  # speech has none
         if not hypotheses:
             values |= {"seed": of.seed, **of.translate.model_dump()}
         return values
@@ -297,8 +291,23 @@ def scores_file(
             else:
                 lines = json.dumps([test.sources, *test.references])
                 parts.append(f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
-    stem = "-".join(["scores", *map(text_name, parts)])
-    return run / f"{stem}.json"
+    return file_beside("scores", recipe, checkpoints, parts)
+
+
+def recipe_of_run(recipe: Recipe) -> Recipe:
+    """The recipe in the run folder; `recipe` itself if there is none. Raises `UserError` if it is faulty."""
+    run = Path(recipe.run)
+    return load_recipe(run) if (run / RECIPE).is_file() else recipe
+
+
+def file_beside(stem: str, recipe: Recipe, checkpoints: Sequence[str | Path], parts: Sequence[str]) -> Path:
+    """`STEM.json` in the run folder, or a file beside it that is named after checkpoints other than the run's default
+    one and after `parts`, which say what else differs from the usual measurement."""
+    run = Path(recipe.run)
+    names = [stem]
+    for folder in checkpoints:
+        names += _checkpoint_parts(Path(folder).resolve(), run.resolve())
+    return run / f"{'-'.join(map(text_name, [*names, *parts]))}.json"
 
 
 def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:

@@ -69,7 +69,8 @@ def evaluate(words: list[str]) -> None:
         "each token is predicted from at least N before it.\n"
         "A model of pairs translates the test sets instead, and SacreBLEU scores the translations.\n\n"
         "Reads a checkpoint of the run and the prepared text, or the test sets. Prints a table and writes\n"
-        "RUN/perplexity.json, or RUN/scores.json.\n"
+        "RUN/perplexity.json, or RUN/scores.json; what other texts, checkpoints or settings give goes into a file\n"
+        "beside it.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/my\n"
         "deepnmt evaluate runs/my --checkpoint best --context 400 data.block=512\n"

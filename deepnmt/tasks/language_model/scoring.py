@@ -15,6 +15,7 @@ from deepnmt.data.text import read_lines
 from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import file_beside, recipe_of_run
 from deepnmt.files import make_parent_folder, reporting, table, write_json
 from deepnmt.model.loss import perplexity
 from deepnmt.processes.ranks import Ranks
@@ -33,7 +34,8 @@ def evaluate_run(
     recipe: Recipe, tests: list[str] | None, context: int, checkpoint: str | None, ranks: Ranks,
     expected: Model | None = None,
 ) -> str:
-    """A table of perplexities; `RUN/perplexity.json` has the same. Every rank scores a share. Collective.
+    """A table of perplexities; `RUN/perplexity.json` has the same, for chosen texts, another checkpoint, context or
+    window a file beside it. Every rank scores a share. Collective.
 
     Raises:
         UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model.
@@ -67,10 +69,15 @@ def evaluate_run(
         rows.append((name, f"{counts['words']:,}", f"{counts['tokens']:,}", f"{measured['word_perplexity']:.2f}",
                      f"{scores[name]['perplexity']:.2f}", f"{measured['bits_per_byte']:.4f}"))
     if ranks.first:
-        with reporting(f"perplexity.json in {recipe.run}", "free disk space, or give write permission"):
-            write_json(Path(recipe.run) / "perplexity.json", {
+        parts = [f"context_{context}"] if context else []
+        if window != texts_of(recipe_of_run(recipe)).block:
+            parts.append(f"block_{window}")
+        file = file_beside("perplexity", recipe, [checkpoint] if checkpoint else [], [*parts, *(tests or [])])
+        with reporting(str(file), "free disk space, or give write permission"):
+            write_json(file, {
                 "checkpoint": loaded.checkpoint.name, "update": loaded.update, "window": window, "context": context,
                 "texts": scores})
+        print_status(f"perplexities are in {file}")
     return table(rows)
 
 

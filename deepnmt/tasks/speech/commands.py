@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import (
@@ -48,7 +46,8 @@ def evaluate(words: list[str]) -> None:
         "evaluate",
         "Recognises the test sets of the recipe and prints the word and character error rates, in percent, with a\n"
         "signature.\n\n"
-        "Reads a checkpoint of the run and the audio. Writes RUN/scores.json and the texts beside it.\n"
+        "Reads a checkpoint of the run and the audio. Writes RUN/scores.json; scores of other test sets, checkpoints or\n"
+        "settings go into a file beside it. The texts are kept in a folder of the file's name.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/speech\n"
         "deepnmt evaluate runs/speech --checkpoint best --test clean translate.beam=10",
@@ -59,23 +58,13 @@ def evaluate(words: list[str]) -> None:
     args, recipe = parse(parser, words)
     settable(args, "evaluate", "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
-    from deepnmt.evaluate.evaluate import text_name
-    from deepnmt.files import reporting, write_json, write_text
     from deepnmt.tasks.speech.recognise import score_lists
 
     with processes_of(recipe) as ranks:
-        scored = score_lists(recipe, checkpoints or recipe.run, args.test or [], ranks,  # type: ignore[arg-type]
-                             expected_model(args, recipe, checkpoints))
-        if scored is not None:
-            report, texts, checkpoint = scored
-            folder = Path(recipe.run) / "scores"
-            with reporting(str(folder), "free disk space, or give write permission"):
-                folder.mkdir(parents=True, exist_ok=True)
-                for name, lines in texts.items():
-                    write_text(folder / f"{text_name(name)}.hyp", "".join(f"{line}\n" for line in lines))
-                write_json(Path(recipe.run) / "scores.json", {**report.as_json(), "checkpoint": str(checkpoint),
-                                                              "translate": recipe.translate.model_dump()}, indent=1)
-            print(report.table())
+        table = score_lists(recipe, checkpoints or recipe.run, args.test or [], ranks,  # type: ignore[arg-type]
+                            expected_model(args, recipe, checkpoints))
+        if ranks.first:
+            print(table)
 
 
 def _one(checkpoints: list[str]) -> str:

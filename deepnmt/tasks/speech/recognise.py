@@ -37,11 +37,13 @@ from deepnmt.decode.translate import (
     write_lines,
 )
 from deepnmt.errors import UserError, enough_memory
-from deepnmt.evaluate.metrics import EvaluationSet, Report, score_systems
+from deepnmt.evaluate.evaluate import scores_file, text_name, texts_folder
+from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.evaluate.ratios import edits
+from deepnmt.files import reporting, write_json, write_text
 from deepnmt.model.dropout import evaluating
 from deepnmt.processes.ranks import Ranks
-from deepnmt.progress import Progress, no_progress
+from deepnmt.progress import Progress, no_progress, print_status
 from deepnmt.tasks.speech.audio import Utterance, read_lists, utterance_of
 from deepnmt.tasks.speech.data import Frames, padded_frames
 from deepnmt.tasks.speech.model import SpeechTransformer, build_of
@@ -161,9 +163,9 @@ def recognise_list(
 
 def score_lists(
     recipe: SpeechRecipe, folder: str | Path, names: Sequence[str], ranks: Ranks, expected: config.Model | None = None,
-) -> tuple[Report, dict[str, list[str]], Path] | None:
-    """Word and character error rates of a trained model on test sets of the recipe, the texts by set, and the
-    checkpoint; None on other ranks than the first. Raises `UserError`."""
+) -> str:
+    """A table of word and character error rates of a trained model on test sets of the recipe; "" on other ranks than
+    the first. `scores_file` has the same, and the texts are in a folder of its name. Raises `UserError`."""
     tests = recipe.data.test
     for name in names:
         if name not in tests:
@@ -171,18 +173,26 @@ def score_lists(
     if not tests:
         raise UserError("the recipe has no data.test; name lists there, as in data.test.clean=clean.tsv")
     lists = {name: list(read_lists(files_of(tests[name]), f"data.test.{name}")) for name in names or tests}
+    sets = [EvaluationSet(name, [utterance.where for utterance in utterances],
+                          [[utterance.text for utterance in utterances]]) for name, utterances in lists.items()]
+    file = scores_file(recipe, sets, names, checkpoints=[folder])
     model, vocab, _, checkpoint = load_speech(Path(folder), expected=expected)
     cast_weights(model, recipe.translate.precision).to(ranks.device)
-    sets: list[EvaluationSet] = []
-    texts: dict[str, list[str]] = {}
+    texts = {}
     for name, utterances in lists.items():
         results = recognise_shared(model, vocab, utterances, recipe, recipe.translate, ranks)
         texts[name] = [best[0].text for best in results]
-        references = [utterance.text for utterance in utterances]
-        sets.append(EvaluationSet(name, [utterance.where for utterance in utterances], [references]))
     if not ranks.first:
-        return None
-    return score_systems({Path(recipe.run).name: list(texts.values())}, sets, "", METRICS), texts, checkpoint
+        return ""
+    report = score_systems({Path(recipe.run).name: list(texts.values())}, sets, "", METRICS)
+    with reporting(str(file), "free disk space, or give write permission"):
+        texts_folder(file).mkdir(parents=True, exist_ok=True)
+        for name, lines in texts.items():
+            write_text(texts_folder(file) / f"{text_name(name)}.hyp", "".join(f"{line}\n" for line in lines))
+        write_json(file, {**report.as_json(), "checkpoint": str(checkpoint),
+                          "translate": recipe.translate.model_dump()}, indent=1)
+    print_status(f"scores are in {file}")
+    return report.table()
 
 
 def word_errors(model: Any, vocab: Vocabulary, features: Sequence[Frames], texts: Sequence[str], recipe: SpeechRecipe,

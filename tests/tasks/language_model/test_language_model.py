@@ -56,10 +56,12 @@ def test_it_learns_and_tells_how_well(trained: Path, capsys: pytest.CaptureFixtu
         counts["tokens"] * math.log2(valid[-1]["perplexity"]) / counts["bytes"])
     run = str(trained / "run")
     assert main("evaluate", [run, "--test", "valid", "--checkpoint", "newest"]) == 0
-    found = json.loads((trained / "run" / "perplexity.json").read_text())["texts"]["valid"]
+    found = json.loads((trained / "run" / "perplexity-update-00000060-valid.json").read_text())["texts"]["valid"]
     for name in ("word_perplexity", "bits_per_byte", "perplexity"):
         assert found[name] == pytest.approx(valid[-1][name], rel=1e-5)
     assert main("evaluate", [run, "--context", "12"]) == 0
+    assert {file.name for file in (trained / "run").glob("perplexity*")} == {
+        "perplexity-update-00000060-valid.json", "perplexity-context_12.json"}
     table = capsys.readouterr().out.splitlines()
     assert table[-1].split()[:2] == ["held", f"{PreparedText.open(recipe(trained)).counts('test.held')['words']:,}"]
     lines, scores = trained / "lines.txt", trained / "scores.jsonl"

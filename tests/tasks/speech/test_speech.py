@@ -332,6 +332,8 @@ def test_tones_are_learned_and_recognised(
     kept = json.loads((run / "scores.json").read_text())
     assert kept["wer"] == pytest.approx(scores.values["wer"]) and kept["checkpoint"].endswith("averaged")
     assert (run / "scores" / "held.hyp").read_text(encoding="utf-8").splitlines() == found
+    assert main("evaluate", [str(run), "--test", "held", "translate.beam=1"]) == 0
+    assert json.loads((run / "scores.json").read_text()) == kept and (run / "scores-beam_1-held" / "held.hyp").exists()
     assert main("evaluate", [str(run), "data.test.none=none.tsv", "--test", "held", "--test", "none"]) == 2
     assert "there is no list none.tsv" in capsys.readouterr().err
     write_wave(prepared / "long.wav", wave_of(1, 1.5))
