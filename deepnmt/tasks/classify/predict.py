@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from deepnmt.config import with_settings
+from deepnmt.decode.formats import open_output
+from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
-from deepnmt.files import read_log, table, write_json, write_text
+from deepnmt.files import read_log, table, write_json
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.classify.data import read_rows, segment
 from deepnmt.tasks.classify.metrics import count, interval, scores
@@ -46,10 +47,9 @@ def classify_file(run: str | Path, source: str, target: str, device: torch.devic
         The scores as text, if asked for.
 
     Raises:
-        UserError: see `read_rows` and `segment`; or there is no such model, or the two files are one.
+        UserError: see `check_files`, `read_rows` and `segment`; or there is no such model.
     """
-    if all(Path(file).exists() for file in (source, target)) and Path(target).samefile(source):
-        raise UserError(f"output {target} is the input file itself; give another output file")
+    output = check_files([source], target, Ranks.alone())  # no other process reads or writes
     model, trained, vocab = load_encoder(Path(run), lambda recipe, size: build_of(require_classifier(recipe), size))
     recipe = cast(ClassifyRecipe, trained)
     examples = segment(recipe, vocab, read_rows(recipe, [source], score), source)
@@ -58,16 +58,9 @@ def classify_file(run: str | Path, source: str, target: str, device: torch.devic
     with torch.inference_mode():
         for rows in examples.plan(BATCH):
             logits[torch.from_numpy(rows)] = cast(Classifier, model).logits(examples.batch(rows, 0, device)).cpu()
-    text = ""
-    for label, row in zip(logits.argmax(1).tolist(), logits.softmax(1).tolist(), strict=True):
-        text += "\t".join([recipe.data.labels[label], *(f"{p:.4f}" for p in row)]) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        try:
-            write_text(Path(target), text)
-        except OSError as error:
-            raise UserError(f"{target} cannot be written: {error.strerror or error}; give another file") from None
+    with open_output(output) as stream:
+        for label, row in zip(logits.argmax(1).tolist(), logits.softmax(1).tolist(), strict=True):
+            stream.write("\t".join([recipe.data.labels[label], *(f"{p:.4f}" for p in row)]) + "\n")
     if not score:
         return None
     figures = scores(count(examples.labels, logits.argmax(1).numpy(), len(recipe.data.labels)))

@@ -46,8 +46,8 @@ def evaluate(words: list[str]) -> None:
         "evaluate",
         "Recognises the test sets of the recipe and prints the word and character error rates, in percent, with a\n"
         "signature.\n\n"
-        "Reads a checkpoint of the run and the audio. Writes RUN/scores.json; scores of other test sets, checkpoints or\n"
-        "settings go into a file beside it. The texts are kept in a folder of the file's name.\n"
+        "Reads a checkpoint of the run and the audio. Writes RUN/scores.json; scores of other test sets, checkpoints\n"
+        "or settings go into a file beside it. The texts are kept in a folder of the file's name.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/speech\n"
         "deepnmt evaluate runs/speech --checkpoint best --test clean translate.beam=10",

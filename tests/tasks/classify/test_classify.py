@@ -208,6 +208,8 @@ def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,
     out.unlink()
     assert "unlabelled.tsv is the input file itself; give another output file" in refused(
         "classify", whole, "--input", folder / "unlabelled.tsv", "--output", folder / "unlabelled.tsv")
+    assert f"there is no folder {folder / 'none'}" in refused(  # said before any text is read
+        "classify", whole, "--input", folder / "unlabelled.tsv", "--output", folder / "none" / "out.tsv")
     said = refused("classify", str(whole), "--input", folder / "unlabelled.tsv", "--output", out)
     assert "unlabelled.tsv, line 2: the text in column 1 is empty" in said and not out.exists()
 
