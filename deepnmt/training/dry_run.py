@@ -31,8 +31,9 @@ from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
-from deepnmt.parallel.ds_config import Layout, layout_of
+from deepnmt.parallel.ds_config import Layout, check_with_deepspeed, layout_of
 from deepnmt.parallel.pipeline.partition import Partition
+from deepnmt.processes.host import quiet_libraries
 from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
@@ -290,10 +291,18 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
     return plan_of(recipe, card, sizes, epoch, ratio, warnings, begin)
 
 
+def planned_layout(recipe: Recipe) -> Layout:
+    """The layout on the processes that were started, at least one for each pipeline stage. Raises `UserError` if it is
+    impossible, or DeepSpeed rejects it."""
+    quiet_libraries()
+    layout = layout_of(recipe, max(rank_from_environment()[1], recipe.parallel.pipeline_stages))
+    check_with_deepspeed(layout)
+    return layout
+
+
 def micro_batches(recipe: Recipe) -> int:
-    """Micro-batches of an update on the processes that were started. Raises `UserError` if the layout is impossible."""
-    world = max(rank_from_environment()[1], recipe.parallel.pipeline_stages)
-    return recipe.batch.entries(layout_of(recipe, world).data_ranks)
+    """Micro-batches of an update on the processes that were started. Raises `UserError`, see `planned_layout`."""
+    return recipe.batch.entries(planned_layout(recipe).data_ranks)
 
 
 def plan_of(
@@ -312,9 +321,9 @@ def plan_of(
     check_average_last(recipe)
     check_parts(recipe)
     stages = recipe.parallel.pipeline_stages
-    world = max(rank_from_environment()[1], stages)
-    layout = layout_of(recipe, world)
+    layout = planned_layout(recipe)
     data_parallel = layout.data_ranks
+    world = data_parallel * max(1, stages)
     parameters = count_parameters(recipe.model, *sizes)
     partition = partition_of(recipe, *sizes, ratio) if stages else None
     device = "cuda" if card else _device(recipe)

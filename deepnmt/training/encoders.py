@@ -30,12 +30,11 @@ from deepnmt.errors import UserError
 from deepnmt.model.encoder import Encoder, EncoderInitialiser
 from deepnmt.model.init import Source
 from deepnmt.parallel.build import build_engine
-from deepnmt.parallel.ds_config import Layout, layout_of
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.training.dry_run import plan_by_shapes
+from deepnmt.training.dry_run import plan_by_shapes, planned_layout
 from deepnmt.training.fine_tuning import agree_on_trained, check_parts, find_trained
 
 BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
@@ -144,6 +143,6 @@ def plan_encoder(recipe: EncoderRecipe, build: BuildEncoder, data: Mapping[str, 
     model, rows = recipe.model, dict(data)
     if recipe.train.init_from is not None:
         rows["begins with"] = f"the encoder of {find_trained(recipe)}"
-    layout = layout_of(recipe, rank_from_environment()[1])
+    layout = planned_layout(recipe)
     described = f"{model.encoder.layers}L encoder, {model.encoder.block}, width {model.width}"
     return plan_by_shapes(recipe, layout, build, described, rows)

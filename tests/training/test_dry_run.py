@@ -117,6 +117,10 @@ def test_the_micro_batch_is_fitted_to_a_named_card(
     assert "none fits on t4-16" in none
     assert "must be one of t4-16" in refused("train", prepared / "recipe.yaml", "--dry-run", "--card", "h100")
     assert "no effect without --dry-run" in refused("train", prepared / "recipe.yaml", "--card", "h100-80")
+    layout = prepared / "misspelt.json"
+    layout.write_text(Path("ds_configs/zero1.json").read_text().replace("overlap_comm", "overlapp_comm"))
+    assert "zero_optimization.overlapp_comm: Extra" in refused(
+        "train", prepared / "recipe.yaml", f"parallel.ds_config={layout}", "--dry-run")
 
 
 def test_the_form_of_checkpoints_is_named(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

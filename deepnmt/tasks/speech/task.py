@@ -8,16 +8,15 @@ from typing import Any
 from deepnmt.data.batching import plan_eval
 from deepnmt.device import release
 from deepnmt.parallel.build import build_engine
-from deepnmt.parallel.ds_config import Layout, layout_of
+from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
-from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.speech.data import SpeechStream
 from deepnmt.tasks.speech.model import build_of, initial_weights
 from deepnmt.tasks.speech.prepare import PreparedSpeech
 from deepnmt.tasks.speech.recognise import word_errors
 from deepnmt.tasks.speech.settings import SpeechRecipe
-from deepnmt.training.dry_run import plan_by_shapes
+from deepnmt.training.dry_run import plan_by_shapes, planned_layout
 from deepnmt.training.fine_tuning import check_parts
 from deepnmt.training.task import Task, Validation
 from deepnmt.training.validation import sum_losses
@@ -55,7 +54,7 @@ def validate(recipe: SpeechRecipe, data: PreparedSpeech, engine: Engine, ranks: 
 def _plan(recipe: SpeechRecipe, card: str | None) -> str:
     """What `train --dry-run` prints: the recipe, and the figures of the run."""
     _check(recipe)
-    layout = layout_of(recipe, rank_from_environment()[1])
+    layout = planned_layout(recipe)
     epoch = "not prepared yet"
     data, vocab = PreparedSpeech.planned(recipe)
     if data is not None:
