@@ -144,9 +144,9 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
         first, *others = plan.seeds or [recipe.seed]
         finished = trained([replace(variant, rate=rate_of[variant], seed=seed) for seed in (first, *others)
                             for variant in variants if variant.source or seed == first])
-    profiled = [run for run in finished if run.get("layers")]
+    profiled = _by_depth(finished)
     text = "\n\n".join(filter(None, [
-        table(finished), layers.table(profiled) if profiled else "",
+        table(finished), *(layers.table(groups) for groups in profiled.values()),
         search_table(searched) if searched else "",
         f"{missing} runs are missing; run the same command again to train them." if missing else ""]))
     (output / "blocks.md").write_text(text + "\n", encoding="utf-8")
@@ -156,9 +156,8 @@ def study(recipe: Recipe, output: Path, variants: Sequence[Variant], plan: Plan)
                f"Training loss by residual block, {recipe.train.updates:,} updates of one recipe")
     pictures = [output / "blocks.png"]
     if profiled:
-        deepest = max(run["system"]["layers"] for run in profiled)
         pictures.append(output / "layers.png")
-        layers.plot([run for run in profiled if run["system"]["layers"] == deepest], pictures[-1])
+        layers.plot(profiled[max(profiled)], pictures[-1])
     return "\n".join([text, "", *map(str, pictures)])
 
 
@@ -255,7 +254,7 @@ def run_variant(variant: Variant, recipe: Recipe, ranks: Ranks, weights: Path | 
         "frequencies": frequencies_loss(data.split("train"), valid, target), "even": math.log(target),
         "tokens": state.target_tokens, "cpu_seconds": round(cpu_seconds, 1),
         "tests": _test_scores(made, data, engine) if whole else {},
-        "layers": _profile(made, valid, engine, ranks.device) if whole else {},
+        "layers": layers.measure(engine.gather_model(), valid, made.batch.tokens, ranks.device) if whole else {},
         "seconds": round(time.monotonic() - started, 1),
     }
     if weights is not None:
@@ -282,14 +281,15 @@ def _test_scores(recipe: Recipe, data: PreparedData, engine: Engine) -> dict[str
     return scores
 
 
-def _profile(recipe: Recipe, valid: Split, engine: Engine, device: torch.device) -> dict[str, Any]:
-    """`layers.profile` on some batches of the validation text; nothing if a figure is not finite."""
-    plan = plan_eval(valid.src_lengths, valid.trg_lengths, recipe.batch.tokens)
-    numbers = range(0, len(plan), max(1, len(plan) // _PROFILED))
-    batches = [collate(valid, plan[number], 0, device) for number in numbers]
-    found = layers.profile(engine.gather_model(), batches)
-    values = [value for side in found.values() for figures in side.values() for value in figures]
-    return found if all(map(math.isfinite, values)) else {}
+def _by_depth(runs: Sequence[Record]) -> dict[int, dict[str, list[layers.Figures]]]:
+    """What was measured of layers, by their number in a stack and by model."""
+    found: dict[int, dict[str, list[layers.Figures]]] = {}
+    for run in runs:
+        if run.get("layers"):
+            variant = Variant(**run["system"])
+            model = f"{variant.word} {variant.layers}L-{variant.layers}L"
+            found.setdefault(variant.layers, {}).setdefault(model, []).append(run["layers"])
+    return found
 
 
 class Sourceless(Stream):

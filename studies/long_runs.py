@@ -6,7 +6,6 @@ it was: finished runs stand in the file of records, and an unfinished one resume
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -21,11 +20,15 @@ from typing import Any
 
 import yaml
 
+from deepnmt import load
+from deepnmt.config import load_recipe
+from deepnmt.data.prepared import open_prepared
 from deepnmt.data.text import read_lines
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.files import markdown_table, read_numbered_log
 from deepnmt.progress import print_status
+from studies import layers
 from studies.plots import plot_comparison
 from studies.runs import Record, json_lines, known_runs
 from studies.scores import bleu, difference_of_runs, pack, sentence_counts, unpack, with_totals
@@ -105,7 +108,6 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
     for command in ("train", "average", "evaluate"):
         words = [str(run)] if command != "train" else [str(plan.recipe), *overrides]
         cpu += deepnmt(command, *words)
-    scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
     log = [record for _, record in read_numbered_log(run / "log.jsonl")]
     last = [record for record in log if record["type"] == "train"][-1]
     return {
@@ -116,11 +118,20 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
         "training": [[record["update"], round(record["loss"], 4)] for record in log if record["type"] == "train"],
         "validations": [{key: record[key] for key in _VALIDATION if key in record}
                         for record in log if record["type"] == "valid"],
-        "tests": dict(test_scores(run, scores)),
+        "tests": dict(test_scores(run)),
+        "layers": layers_of(run),
     }
 
 
-def test_scores(run: Path, scores: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+def layers_of(run: Path) -> layers.Figures:
+    """What each layer of a run's averaged model is worth."""
+    recipe = load_recipe(run)
+    valid = open_prepared(recipe).split("valid").truncated(recipe.model.max_length)
+    trained = load(run, device="cpu")
+    return layers.measure(trained.model, valid, recipe.batch.tokens, trained.device)
+
+
+def test_scores(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """BLEU and chrF of each test set, and the counts of its sentences, from which BLEU of any selection follows."""
     lang = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))["data"]["trg_lang"]
     scorers = make_scorers(lang)
@@ -159,7 +170,8 @@ def commit() -> str:
 
 
 def report(file: Path, picture: Path | None, beside: str | None = None) -> str:
-    """The table of the arms in Markdown, in the order in which they came to an end, each compared with one of them.
+    """The table of the arms in Markdown, in the order in which they came to an end, each compared with one of them, and
+    one of their layers where they were measured.
 
     A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the
     permutation test of `scores.difference_of_runs`.
@@ -198,7 +210,9 @@ def report(file: Path, picture: Path | None, beside: str | None = None) -> str:
         curves = {name: {point["update"]: point["perplexity"] for point in runs[0]["validations"][1:]}
                   for name, runs in arms.items()}
         plot_comparison(curves, picture, "Trained to their end, seed 1", "validation perplexity", logarithmic=True)
-    return markdown_table(rows)
+    measured = {name: [run["layers"] for run in runs if run.get("layers")] for name, runs in arms.items()}
+    measured = {name: own for name, own in measured.items() if own}
+    return "\n\n".join([markdown_table(rows), *([layers.table(measured)] if measured else [])])
 
 
 def mean_and_deviation(values: list[float], digits: int = 1) -> str:

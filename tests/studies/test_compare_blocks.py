@@ -84,14 +84,14 @@ def test_a_study_is_resumed(compare: Compare, tmp_path: Path, capsys: pytest.Cap
     assert all(len(r["losses"]) == 3 and r["ended"] and r["losses"][0] > r["losses"][-1] for r in runs)
     text = (tmp_path / "blocks.md").read_text()
     assert text.count("**1L-1L**") == text.count("**2L-2L**") == 1
-    *outcomes, layers = tables(text)
+    *outcomes, shallow, deep = tables(text)
     for rows in outcomes:
         assert {row["initialisation"] for row in rows} == {"xavier"}
         assert {row["block"] for row in rows} == {"post_ln", "pre_ln/post_ln", "pre_ln, no source"}
         assert [row["validation"] for row in rows] == sorted(row["validation"] for row in rows)  # the best first
         assert all(float(row["target tokens"].replace(",", "")) > 22 for row in rows)
-    assert [(row["block"], row["layers"], row["side"]) for row in layers] == [
-        (block, depth, side) for depth in ("1L-1L", "2L-2L") for block in ("post_ln", "pre_ln/post_ln")
+    assert [(row["model"], row["side"]) for row in (*shallow, *deep)] == [
+        (f"{block} {depth}", side) for depth in ("1L-1L", "2L-2L") for block in ("post_ln", "pre_ln/post_ln")
         for side in ("encoder", "decoder")]
     assert all((tmp_path / f"{name}.png").stat().st_size > 20_000 for name in ("blocks", "layers"))
     assert compare(*words) == runs and capsys.readouterr().out == output  # nothing is left to do

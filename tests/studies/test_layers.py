@@ -15,9 +15,14 @@ def test_a_layer_that_adds_nothing_is_worth_nothing(block: str) -> None:
     model = model_of(block).eval()
     data = [batch_of(*batch([7, 3, 5], [6, 2, 4]))]
     layer = model.decoder.layers[1]
-    assert abs(layers.loss_without(layer, model, data) - layers.loss_of(model, data)) > 1e-3
+    whole = layers.loss_of(model, data)
+    assert abs(layers.loss_without([layer], model, data) - whole) > 1e-3
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if ".out." in name or ".fc2." in name:
                 parameter.zero_()
-    assert layers.loss_without(layer, model, data) == pytest.approx(layers.loss_of(model, data), abs=1e-6)
+    whole = layers.loss_of(model, data)
+    assert layers.loss_without([layer], model, data) == pytest.approx(whole, abs=1e-6)
+    found = layers.profile(model, data)["decoder"]
+    assert found["together"][0] == pytest.approx(min(found["worth"]))
+    assert found["together"][-1] == pytest.approx(layers.loss_without([*model.decoder.layers], model, data) - whole)

@@ -36,10 +36,12 @@ arms:
     assert [point[0] for point in record["training"]] == list(range(1, 7)) and record["cpu_seconds"] > 0
     assert [validation["update"] for validation in record["validations"]] == [5, 6]
     assert f"; {record['cpu_seconds'] / 3600:.2f} CPU hours" in done.stderr
+    assert len(record["layers"]["decoder"]["together"]) == 2
     [score] = record["tests"].values()
     assert bleu(with_totals(unpack(score["counts"])).sum(axis=0)) == pytest.approx(score["bleu"], abs=0.01)
     assert main("long-runs", [*words, "--report", "--plot", str(tmp_path / "curves.png")]) == 0
-    assert f"| shallow | 1 | {score['bleu']:.1f}, {score['chrf']:.1f} |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"| shallow | 1 | {score['bleu']:.1f}, {score['chrf']:.1f} |" in said and "| shallow | decoder | 1 |" in said
     assert (tmp_path / "curves.png").stat().st_size
     assert main("long-runs", words) == 0
     assert len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
@@ -84,7 +86,7 @@ def test_only_a_newline_ends_a_line_of_a_test_set(tmp_path: Path) -> None:
     words = "ein Haus steht am alten Weg"
     for name, first in (("test.ref", words.replace(" ", "\u2028", 1)), ("test.hyp", words)):
         (tmp_path / "scores" / name).write_text(f"{first}\nder Hund schläft im Garten\n", encoding="utf-8")
-    [(name, scores)] = long_runs.test_scores(tmp_path, {})
+    [(name, scores)] = long_runs.test_scores(tmp_path)
     assert name == "test" and len(unpack(scores["counts"])) == 2 and scores["bleu"] > 50
 
 
