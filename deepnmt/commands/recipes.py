@@ -64,20 +64,28 @@ def new(words: list[str]) -> None:
         "whose comments say why. docs/guide/new_recipe.md has the table it chooses from.\n\n"
         "Writes FILE, and training, validation and test text into data/NAME/text, where NAME is that of FILE.",
         "deepnmt new my.yaml --src corpus.de --trg corpus.en\n"
-        "deepnmt new my.yaml --src corpus.txt.gz --trg corpus2.txt.gz --langs de en --machine gpu",
+        "deepnmt new my.yaml --src corpus.txt.gz --trg corpus2.txt.gz --langs de en --machine gpu\n"
+        "deepnmt new my.yaml --tsv pairs.tsv --columns 3 4 --langs de en",
     )
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="the recipe, a name that ends in .yaml")
-    add("--src", metavar="FILE", required=True, help="source sentences, one a line; plain, .gz, .xz, .zst or .bz2")
-    add("--trg", metavar="FILE", required=True, help="their translations, line by line")
+    add("--src", metavar="FILE", help="source sentences, one a line; plain, .gz, .xz, .zst or .bz2")
+    add("--trg", metavar="FILE", help="their translations, line by line")
+    add("--tsv", metavar="FILE", help="in place of both, a table: lines with tabs, JSON lines or Parquet; with --langs")
+    add("--columns", nargs=2, metavar=("SRC", "TRG"), help="its columns, counted from 1 or by name (default: 1 2)")
     add("--langs", nargs=2, metavar=("SRC", "TRG"), help="languages (default: the suffixes of both files)")
     add("--valid", nargs=2, metavar=("SRC", "TRG"), help="a validation text of your own; needs --test")
     add("--test", nargs=2, metavar=("SRC", "TRG"), help="a test text of your own; needs --valid")
     add("--machine", choices=["cpu", "gpu"], help="where it will train (default: like this machine)")
     args = parser.parse_args(words)
+    if bool(args.src and args.trg) == bool(args.tsv) or bool(args.src) != bool(args.trg):
+        raise UserError("give the text as --src and --trg, two files, or as --tsv, one table")
+    if args.columns and not args.tsv:
+        raise UserError("--columns are those of a table; add --tsv, or leave it out")
     if bool(args.valid) != bool(args.test):
         raise UserError("--valid and --test go together: give both texts, or neither, and sentences are held out")
     from deepnmt.config import Corpus
+    from deepnmt.data.tables import JSON, PARQUET
     from deepnmt.data.text import ending
     from deepnmt.new import new_recipe
 
@@ -91,12 +99,25 @@ def new(words: list[str]) -> None:
     def text(files: list[str] | None) -> Corpus | None:
         return Corpus(src=[files[0]], trg=[files[1]]) if files else None
 
-    langs = tuple(args.langs or map(language, (args.src, args.trg)))
-    if (ending(args.trg), ending(args.src)) == langs and langs[0] != langs[1]:
-        raise UserError(f"--langs {' '.join(langs)} is the other way round than {args.src} and {args.trg}; exchange "
-                        "one of the two pairs")
-    print(new_recipe(args.file, Corpus(src=[args.src], trg=[args.trg]), langs, args.machine,
-                     text(args.valid), text(args.test)))
+    if args.tsv:
+        if not args.langs:
+            raise UserError(f"--tsv {args.tsv} does not name the languages; add --langs SRC TRG, for example --langs "
+                            "de en")
+        langs = tuple(args.langs)
+        columns = [int(column) if column.isdecimal() else column for column in args.columns or ("1", "2")]
+        if 0 in columns:
+            raise UserError(f"--columns {' '.join(args.columns)} has 0, but columns are counted from 1")
+        corpus = Corpus(tsv=[args.tsv], columns=columns)
+    else:
+        for name in (args.src, args.trg):
+            if f".{ending(name)}" in (".tsv", PARQUET, *JSON):
+                raise UserError(f"{name} is a table; give it as --tsv {name}, for both sides")
+        langs = tuple(args.langs or map(language, (args.src, args.trg)))
+        if (ending(args.trg), ending(args.src)) == langs and langs[0] != langs[1]:
+            raise UserError(f"--langs {' '.join(langs)} is the other way round than {args.src} and {args.trg}; "
+                            "exchange one of the two pairs")
+        corpus = Corpus(src=[args.src], trg=[args.trg])
+    print(new_recipe(args.file, corpus, langs, args.machine, text(args.valid), text(args.test)))
 
 
 GROUP = RECIPES

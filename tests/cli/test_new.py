@@ -63,6 +63,15 @@ def test_texts_of_ones_own_and_a_larger_machine(text: list[tuple[str, str]]) -> 
     assert recipe.vocab.size < 2000, "the text has too few different pieces"
 
 
+def test_a_table_is_the_same_text(text: list[tuple[str, str]]) -> None:
+    Path("a.tsv").write_text("".join(f"0.5\t{src}\t{trg}\n" for src, trg in text), encoding="utf-8")
+    for words in ("a.yaml --src a.de --trg a.en", "b.yaml --tsv a.tsv --columns 2 3 --langs de en"):
+        assert main("new", words.split()) == 0
+    assert contents(Path("data/a")) == contents(Path("data/b"))
+    assert Path("a.yaml").read_text().replace("data/a", "data/b").replace("runs/a ", "runs/b ") == Path(
+        "b.yaml").read_text()
+
+
 def test_lengths_by_hand() -> None:
     seen = try_vocabulary([("aa bb", "aa bb aa bb"), ("bb", "aa")] * 50, 12)
     assert seen.size == 12 and seen.ratio < 0 < seen.tokens <= seen.longer <= min(seen.longest, seen.sampled)
@@ -92,6 +101,11 @@ def test_the_page_has_the_table() -> None:
     ("my.yaml --src empty.de --trg empty.de --langs de en", "empty.de has no pair with text on both sides"),
     ("old.yaml --src a.de --trg a.en", "data/old/text, where the texts would go, exists already"),
     ("my.yaml --src few.de --trg few.de --langs de en", "few.de has"),
+    ("my.yaml --src a.tsv --trg a.en --langs de en", "a.tsv is a table; give it as --tsv a.tsv"),
+    ("my.yaml --src a.de --tsv a.tsv", "give the text as --src and --trg, two files, or as --tsv, one table"),
+    ("my.yaml --tsv a.tsv", "a.tsv does not name the languages; add --langs"),
+    ("my.yaml --tsv a.tsv --langs de en --columns 0 1", "--columns 0 1 has 0, but columns are counted from 1"),
+    ("my.yaml --src a.de --trg a.en --columns 1 2", "--columns are those of a table"),
 ])
 def test_mistakes(
     words: str, message: str, text: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
