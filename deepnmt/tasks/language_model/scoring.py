@@ -16,7 +16,7 @@ from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import file_beside, recipe_of_run
-from deepnmt.files import make_parent_folder, reporting, table, write_json
+from deepnmt.files import make_parent_folder, make_run_folder, reporting, table, write_json
 from deepnmt.model.loss import perplexity
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
@@ -55,6 +55,8 @@ def evaluate_run(
     for name in tests or []:
         if name not in (*named, "valid"):
             raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
+    if ranks.first:
+        make_run_folder(Path(recipe.run))  # before the work
     rows = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")]
     scores = {}
     for name in tests or named or ["valid"]:

@@ -40,7 +40,7 @@ from deepnmt.errors import UserError, enough_memory
 from deepnmt.evaluate.evaluate import scores_file, text_name, texts_folder
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.evaluate.ratios import edits
-from deepnmt.files import reporting, write_json, write_text
+from deepnmt.files import make_run_folder, reporting, write_json, write_text
 from deepnmt.model.dropout import evaluating
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress, print_status
@@ -176,6 +176,8 @@ def score_lists(
     sets = [EvaluationSet(name, [utterance.where for utterance in utterances],
                           [[utterance.text for utterance in utterances]]) for name, utterances in lists.items()]
     file = scores_file(recipe, sets, names, checkpoints=[folder])
+    if ranks.first:
+        make_run_folder(file.parent)  # before the work
     model, vocab, _, checkpoint = load_speech(Path(folder), expected=expected)
     cast_weights(model, recipe.translate.precision).to(ranks.device)
     texts = {}
