@@ -65,7 +65,7 @@ def new(words: list[str]) -> None:
         "Writes FILE, and training, validation and test text into data/NAME/text, where NAME is that of FILE.",
         "deepnmt new my.yaml --src corpus.de --trg corpus.en\n"
         "deepnmt new my.yaml --src corpus.txt.gz --trg corpus2.txt.gz --langs de en --machine gpu\n"
-        "deepnmt new my.yaml --tsv pairs.tsv --columns 3 4 --langs de en",
+        "deepnmt new my.yaml --tsv pairs.tsv.gz --langs de en",
     )
     add = parser.add_argument
     add("file", metavar="FILE", type=Path, help="the recipe, a name that ends in .yaml")
