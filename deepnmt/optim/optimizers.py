@@ -37,6 +37,8 @@ def build_optimizer(
     """
     settings = recipe.optimizer
     optimizer = OPTIMIZERS[settings.name](parameter_groups(parameters, recipe), settings, fused)
+    if recipe.train.freeze:
+        _keep_moments_of_frozen(optimizer)
     if recipe.train.ema is not None:
         _keep_average(optimizer, recipe.train.ema)
     return optimizer
@@ -112,6 +114,28 @@ OPTIMIZERS: dict[str, Callable[[Groups, config.Optimizer, bool], torch.optim.Opt
     "sgd": _sgd,
     "muon": MuonAndAdam,
 }
+
+
+def _keep_moments_of_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Steps without the parameters that are frozen, which DeepSpeed has gradients of zero for: their moments would
+    decay. The first step takes them along, since it creates the moments."""
+    gradients: dict[torch.Tensor, torch.Tensor] = {}
+
+    def before(*_: Any) -> None:
+        for p in (p for group in optimizer.param_groups if group["factor"] == 0 for p in group["params"]):
+            state = optimizer.state.get(p)
+            if p.grad is not None and state:
+                gradients[p], p.grad = p.grad, None
+                if "step" in state:
+                    state["step"] += 1
+
+    def after(*_: Any) -> None:
+        for p, gradient in gradients.items():
+            p.grad = gradient
+        gradients.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def _keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:

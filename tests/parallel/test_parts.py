@@ -24,6 +24,7 @@ from deepnmt.processes.process_group import processes
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 UPDATES, DECAY = (20 if LONG else 13), 0.9  # the factors have risen to one after twelve
 FROZEN = ["encoder", "embeddings", "decoder.layers.*.rule"]
+HELD = 0.5  # moments of what was trained before
 
 
 def recipe(layout: str, stages: int, accumulation: int) -> Recipe:
@@ -45,6 +46,12 @@ def compute(folder: str, layout: str, stages: str) -> None:
         settings = recipe(layout, int(stages), 2 * count // ranks.world)
         engine = start_engine(settings, layout_of(settings, ranks.world), (VOCAB, VOCAB), ranks)
         start = {s.name: s.weight.clone() for s in export_state(engine)}
+
+        def moment(name: str) -> torch.Tensor:
+            weight = start[name.rpartition(".")[0]]
+            return weight if name.endswith(".ema") else torch.full_like(weight, HELD)
+
+        engine.fill(start.__getitem__, moment, step=3)  # as a run that goes on
         expected = {name: weight.double() for name, weight in start.items()}
         trace = []
         for update in range(UPDATES):
@@ -55,6 +62,9 @@ def compute(folder: str, layout: str, stages: str) -> None:
                 expected[s.name] = DECAY * expected[s.name] + (1 - DECAY) * s.weight.double()
         end = {s.name: s.weight.clone() for s in export_state(engine)}
         ema = {s.name: s.kept["ema"].clone() for s in export_state(engine)}
+        for s in export_state(engine):
+            if any(is_in(part, s.name) for part in FROZEN):
+                assert all(bool((s.kept[kept] == HELD).all()) for kept in ("exp_avg", "exp_avg_sq")), s.name
         plan = batches(99, 2)[engine.data_rank :: engine.data_world]
         before = ranks.sum([engine.evaluate(plan)[0][0]])
         engine.swap_average()
