@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,25 +28,19 @@ from safetensors.torch import load_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import (
-    Contents,
-    TrainingState,
-    shapes_differ,
-    shapes_of,
-    write_checkpoint,
-)
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState, shapes_differ, shapes_of, write_checkpoint
 from deepnmt.config import Recipe, check_recipe, dump_recipe
+from deepnmt.data.prepared import is_free
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.extras.export.exported import FACTS, KIND, read_exported, require_finite
-from deepnmt.files import write_text
+from deepnmt.files import make_run_folder, reporting, write_text
 from deepnmt.folders import read_json
 from deepnmt.model.blocks import SIDES
-from deepnmt.model.init import fill
-from deepnmt.model.transformer import Transformer
 
 sentencepiece_model: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
+_COUNTERS = ("bert.embeddings.position_ids",)  # whole numbers that nobody reads
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
 
 
@@ -137,10 +131,12 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
         langs: of source and target, if the folder does not say.
 
     Raises:
-        UserError: the folder holds no such model, or one that deepnmt cannot compute; or `run` exists.
+        UserError: the folder holds no such model, or one that deepnmt cannot compute; or `run` holds something, or
+            cannot be written.
     """
-    if run.exists():
+    if not is_free(run):
         raise UserError(f"{run} exists already; give a new folder for the run")
+    make_run_folder(run.parent, "RUN")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give one with a Marian or fairseq model")
     if (folder / FACTS).is_file() and "files" in read_json(folder, FACTS, KIND):  # deepnmt's own, of 0.3 or newer
@@ -175,16 +171,22 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     difference = shapes_differ(recipe.model, *sizes, shapes_of(weights))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
-    require_finite(weights, folder)
-    model = Transformer(recipe.model, *sizes, recipe.seed)
-    fill(model, weights.__getitem__)
-    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
-    files = dict(zip(("src.spm", "trg.spm"), foreign.vocabs, strict=True))
-    write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
-    write_text(run / "recipe.yaml", dump_recipe(recipe))
+    write_import(folder, run, weights, recipe, foreign.vocabs)
     stack = recipe.model.encoder
     return (f"{run}: {stack.layers} encoder and {recipe.model.decoder.layers} decoder layers ({stack.block}) of width "
             f"{recipe.model.width}, {sizes[0]:,} source and {sizes[1]:,} target pieces")
+
+
+def write_import(
+    folder: Path, run: Path, weights: Mapping[str, Tensor], recipe: Recipe, vocabs: tuple[bytes, bytes]
+) -> None:
+    """Writes a run whose average is the model of a folder. Raises `UserError` if a weight is NaN or infinite."""
+    require_finite(weights, folder)
+    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
+    files = dict(zip(("src.spm", "trg.spm"), vocabs, strict=True))
+    write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
+    with reporting(str(run / "recipe.yaml"), f"free disk space, remove {run}, and import again"):
+        write_text(run / "recipe.yaml", dump_recipe(recipe))
 
 
 def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
@@ -204,9 +206,7 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
             for part in ("weight", "bias"):
                 def projected(attention: str, letters: str, their: str = their, part: str = part) -> Tensor:
                     tensors = [take(f"{their}.{attention}.{letter}_proj.{part}") for letter in letters]
-                    if not tensors[0].dim() or any(tensor.shape != tensors[0].shape for tensor in tensors):
-                        raise UserError(f"the model's {their}.{attention} has projections of different shapes")
-                    return torch.cat(tensors)
+                    return joined(tensors, f"{their}.{attention}")
 
                 renamed[f"{ours}.self_attn.qkv.{part}"] = projected("self_attn", "qkv")
                 renamed[f"{ours}.self_attn.out.{part}"] = take(f"{their}.self_attn.out_proj.{part}")
@@ -245,6 +245,14 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
         renamed[f"{last}.bias"] = shift.float()
     renamed["embeddings.out.weight"] = table.float()
     return {name: tensor.contiguous() for name, tensor in renamed.items()}
+
+
+def joined(projections: Sequence[Tensor], name: str) -> Tensor:
+    """The matrices, or biases, of an attention's queries, keys and values in one."""
+    first = projections[0].shape
+    if not first or any(projection.shape != first for projection in projections):
+        raise UserError(f"the model's {name} has projections of different shapes; give the whole folder of the model")
+    return torch.cat(list(projections))
 
 
 def _rows(table: Tensor, rows: Sequence[int], name: str) -> Tensor:
@@ -291,10 +299,7 @@ def _marian(folder: Path) -> Foreign:
     if config.normalize_before or config.normalize_embedding or not config.scale_embedding:
         raise UserError(f"{folder}/config.json has normalize_before, normalize_embedding or no scale_embedding; "
                         "deepnmt imports Marian models as OPUS-MT trains them")
-    if (folder / "model.safetensors").is_file():
-        weights = _weights(folder / "model.safetensors", load_file)
-    else:
-        weights = _weights(folder / "pytorch_model.bin", _load)
+    weights = weights_in(folder)
     bias = weights.pop("final_logits_bias", torch.zeros(1)).flatten()
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if "embed_positions" not in name}
     shared = weights.pop("shared.weight", None)
@@ -426,12 +431,21 @@ def _output(weights: dict[str, Tensor], name: str) -> Tensor:
     return table
 
 
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The weights of a model in Hugging Face's layout, by their names there."""
+    file = folder / "model.safetensors"
+    if file.is_file():
+        return _weights(file, load_file)
+    return _weights(folder / "pytorch_model.bin", _load)
+
+
 def _weights(file: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises `UserError` if it holds anything else."""
     weights = _read(file, lambda: load(file))
     whole = isinstance(weights, dict) and bool(weights)
     if whole:
-        whole = all(isinstance(name, str) and _is_weight(tensor) for name, tensor in weights.items())
+        whole = all(isinstance(name, str) and (name in _COUNTERS or _is_weight(tensor))
+                    for name, tensor in weights.items())
     if not whole:
         raise UserError(f"{file} does not hold a model's weights: tensors of floating-point numbers by their names; "
                         "give the whole folder of the model")
