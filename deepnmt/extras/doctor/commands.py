@@ -19,7 +19,7 @@ def diagnose(words: list[str]) -> None:
         "Examines a model on one batch: how layers depend on each other, how far an update moves the output,\n"
         "gradients, ranges, and how similar layers are. For a recipe it trains for 40 updates and predicts what the\n"
         "model will do after more: stuck or diverging, the target side only, or translating. For a run that has\n"
-        "checkpoints it examines the newest, and measures which of the three it does.\n\n"
+        "checkpoints, or an average alone, it examines the newest, and measures which of the three it does.\n\n"
         "Reads the prepared data. Prints a table and writes JSON, pictures and a page into RUN/diagnosis, or\n"
         "RUN/diagnosis-CHECKPOINT.",
         "deepnmt diagnose my.yaml\n"
