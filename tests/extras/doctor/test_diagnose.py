@@ -524,6 +524,8 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
     ):
         name, *words = command.split()
         assert message in refused(name, recipe, run, *words)
+    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "examine", lambda *_: torch.empty(2**60))
+    assert "there is not enough memory" in refused("diagnose", recipe, run, ONE)
     # in the recipe file itself the setting is allowed
     assert main("train", [str(recipe), f"run={tmp_path}/dry", *plain.split(), "--dry-run"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")
