@@ -37,10 +37,11 @@ from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.doctor.plots import plot_coordinates
-from deepnmt.extras.doctor.probes import evaluating, real_positions
+from deepnmt.extras.doctor.probes import real_positions
 from deepnmt.extras.doctor.verdict import cut_batch
 from deepnmt.files import make_run_folder, reporting, write_json
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
+from deepnmt.model.dropout import evaluating
 from deepnmt.model.hooks import hooks
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer

@@ -55,12 +55,12 @@ _DROPPED = ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.decoder.",
 _SAMPLE = (4, 24)  # sequences and their length, on which the two are compared
 
 
-def export_bert(recipe: Recipe, checkpoint: str | Path | None = None, output: str | Path | None = None) -> str:
+def export_bert(recipe: Recipe, checkpoint: str | None, output: str | None) -> str:
     """Exports a run's model; returns a line on what was written and how exact it is.
 
     Args:
-        checkpoint: a checkpoint or run folder to export instead; by default the run's average, else its newest.
-        output: the output folder; by default `bert` in the run folder.
+        checkpoint: a checkpoint or run folder to export instead; None: the run's average, else its newest.
+        output: the output folder; None: `bert` in the run folder.
 
     Raises:
         UserError: the model is none of BERT's, see `check_ramp`, the folder holds something else, or the logits

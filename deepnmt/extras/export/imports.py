@@ -43,7 +43,6 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 _COUNTERS = ("bert.embeddings.position_ids",)  # whole numbers that nobody reads
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
 
-
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Lang = Annotated[str, StringConstraints(pattern=r"^[\w.-]*$", max_length=50)]
@@ -328,11 +327,10 @@ def _marian(folder: Path) -> Foreign:
     tokenizer = Tokenizer()
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = _json(folder / "tokenizer_config.json", Tokenizer)
-    stacks: dict[str, Any] = {
-        "encoder": {"block": "post_ln", "layers": config.encoder_layers, "heads": config.encoder_attention_heads,
-                    "ffn": config.encoder_ffn_dim},
-        "decoder": {"block": "post_ln", "layers": config.decoder_layers, "heads": config.decoder_attention_heads,
-                    "ffn": config.decoder_ffn_dim}}
+    stacks: dict[str, Any] = {}
+    for side in SIDES:
+        stacks[side] = {"block": "post_ln", "layers": getattr(config, f"{side}_layers"),
+                        "heads": getattr(config, f"{side}_attention_heads"), "ffn": getattr(config, f"{side}_ffn_dim")}
     shapes = {"width": config.d_model, "heads": config.encoder_attention_heads,
               "activation": _activation(config.activation_function), "dropout": config.dropout,
               "attention_dropout": config.attention_dropout, "activation_dropout": config.activation_dropout,
@@ -387,13 +385,12 @@ def _fairseq(folder: Path) -> Foreign:
         vocabs.append(_vocabulary(models[0], names))
         rows.append([3, 2, 2, 1, *range(4, count)])  # theirs: <s> 0, <pad> 1, </s> 2, <unk> 3; they begin with </s>
     out_rows = [3, 0, *rows[1][2:]]
-    stacks: dict[str, Any] = {
-        "encoder": {"block": "pre_ln" if settings.encoder_normalize_before else "post_ln",
-                    "layers": settings.encoder_layers, "heads": settings.encoder_attention_heads,
-                    "ffn": settings.encoder_ffn_embed_dim, "width": settings.encoder_embed_dim},
-        "decoder": {"block": "pre_ln" if settings.decoder_normalize_before else "post_ln",
-                    "layers": settings.decoder_layers, "heads": settings.decoder_attention_heads,
-                    "ffn": settings.decoder_ffn_embed_dim, "width": settings.decoder_embed_dim}}
+    stacks: dict[str, Any] = {}
+    for side in SIDES:
+        stacks[side] = {"block": "pre_ln" if getattr(settings, f"{side}_normalize_before") else "post_ln",
+                        "layers": getattr(settings, f"{side}_layers"), "width": getattr(settings, f"{side}_embed_dim"),
+                        "heads": getattr(settings, f"{side}_attention_heads"),
+                        "ffn": getattr(settings, f"{side}_ffn_embed_dim")}
     shapes = {"width": settings.encoder_embed_dim, "heads": settings.encoder_attention_heads, "positions": "fairseq",
               "activation": _activation(settings.activation_fn or "relu"), "dropout": settings.dropout or 0.0,
               "attention_dropout": settings.attention_dropout or 0.0,

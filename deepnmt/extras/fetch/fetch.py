@@ -86,8 +86,9 @@ class _Source:
     licence: str
 
 
-def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
-    """Says what the texts of a recipe are, how large and under which licence, and fetches those that are missing.
+def fetch_texts(recipe: Recipe, only_say: bool) -> str:
+    """Says what the texts of a recipe are, how large and under which licence, and fetches those that are missing,
+    unless it is to `only_say` so.
 
     Returns:
         A table of the texts.

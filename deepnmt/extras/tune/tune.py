@@ -46,14 +46,13 @@ class Candidate:
 
 
 def tune(
-    recipe: Recipe, budget: Budget, origin: str, write: Path | None = None, *, processes: int = 1,
-    replace: bool = False,
+    recipe: Recipe, budget: Budget, origin: str, write: Path | None, *, processes: int, replace: bool
 ) -> str:
     """Searches, and writes the recipe with the best settings.
 
     Args:
         origin: where the recipe is from: a file, a shipped name or the folder of a run.
-        write: the file to write.
+        write: the file to write; None: beside the recipe.
         processes: that training will use.
         replace: whether a file of that name may be there.
 
