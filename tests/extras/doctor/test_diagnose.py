@@ -15,7 +15,6 @@ import torch
 from refusals import Refused
 from run_files import records, scalars
 
-import deepnmt.extras.doctor.diagnose
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
@@ -23,6 +22,7 @@ from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor import diagnose as doctor
 from deepnmt.extras.doctor.diagnose import (
     Clock,
     Subject,
@@ -124,14 +124,14 @@ def test_numbers_of_updates() -> None:
 def test_a_predicted_failure_rates_other_recipes(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "MAX_LOST", -1.0)  # so that fp16 always fails
-    measured, shares = deepnmt.extras.doctor.diagnose.half_zeros, []
+    monkeypatch.setattr(doctor, "MAX_LOST", -1.0)  # so that fp16 always fails
+    measured, shares = doctor.half_zeros, []
 
     def keep(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
         shares.append(accumulation)
         return measured(model, batch, scale, accumulation)
 
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "half_zeros", keep)
+    monkeypatch.setattr(doctor, "half_zeros", keep)
     words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", "batch.accumulation=3", ONE,
              "train.updates=40", "--tokens", "60"]
     fp16 = f"parallel.ds_config={LAYOUTS}/zero1_fp16.json"
@@ -312,7 +312,7 @@ def test_a_run_and_its_checkpoints(
     assert [growth["depths"] for growth in (*noise.values(), *update.values())] == [[1, 2]] * 4
     assert f"one update at rate {found['change']['update']['rate']:g}, layer by layer" in found["growth"]
     assert found["about"]["checkpoint"].endswith("update-00000006")
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "SHIPPED", tmp_path / "none.json")
+    monkeypatch.setattr(doctor, "SHIPPED", tmp_path / "none.json")
     assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
     assert read(run / "diagnosis")["verdict"] is None and "this version has no verdict rule" in capsys.readouterr().out
     probed = {tag: points for tag, points in scalars(run).items() if tag.startswith("probe/")}
@@ -384,7 +384,7 @@ def test_a_damaged_checkpoint_is_skipped(
     newest = tmp_path / "checkpoints" / "update-00000006"
     loaded = load_model(newest)
     reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "load_model", lambda _folder: reached)
+    monkeypatch.setattr(doctor, "load_model", lambda _folder: reached)
     subject = subject_for(load_recipe(tmp_path), newest)
     assert [(pair["update"], pair["until"]) for pair in checkpoint_displacements(subject)] == [(2, 6)]
     assert "update-00000004 is damaged" in capsys.readouterr().err
@@ -416,8 +416,8 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
                           "model.encoder.block=fixup", "model.decoder.block=dlcl"]) == 0
 
     def look(folder: Path, run: Path) -> dict[str, Any]:
-        found = deepnmt.extras.doctor.diagnose.examine(subject_for(load_recipe(run), folder), None)
-        assert folder.name in deepnmt.extras.doctor.diagnose.summary(found) and "verdict" not in found
+        found = doctor.examine(subject_for(load_recipe(run), folder), None)
+        assert folder.name in doctor.summary(found) and "verdict" not in found
         change = found["change"]["update"]
         assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
         return found
@@ -441,7 +441,7 @@ def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
     recipe = small(prepared, f"run={tmp_path}")
     found = []
     for name in ("cpu", "cuda"):
-        deepnmt.extras.doctor.diagnose.diagnose(recipe, torch.device(name), output=tmp_path / name, tokens=60)
+        doctor.diagnose(recipe, torch.device(name), output=tmp_path / name, tokens=60)
         found.append(read(tmp_path / name))
     cpu, gpu = found
     assert cpu["about"]["device"] == "cpu" and gpu["about"]["device"].startswith("cuda")
@@ -524,7 +524,7 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
     ):
         name, *words = command.split()
         assert message in refused(name, recipe, run, *words)
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "examine", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr(doctor, "examine", lambda *_: torch.empty(2**60))
     assert "there is not enough memory" in refused("diagnose", recipe, run, ONE)
     # in the recipe file itself the setting is allowed
     assert main("train", [str(recipe), f"run={tmp_path}/dry", *plain.split(), "--dry-run"]) == 0

@@ -146,8 +146,8 @@ def get() -> None:
     assert main("get", ["my.yaml"]) == 0
 
 
-def lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").split("\n")
+def lines(text: str) -> list[str]:
+    return Path("text", text).read_text(encoding="utf-8").split("\n")
 
 
 def test_texts_come_in_order_after_their_sizes_and_licences(
@@ -161,10 +161,10 @@ def test_texts_come_in_order_after_their_sizes_and_licences(
         assert licence in row and " MB" in row and files[1] in row
     get()
     assert "train" in capsys.readouterr().out
-    assert lines(place / "text/train.en") == ["the dog", "the  \xa0cat", *EN, ""]
-    assert lines(place / "text/train.de") == ["der Hund", "die Katze", *DE, ""]
-    assert lines(place / "text/news.en") == ["a tree", "a child", ""]
-    assert lines(place / "text/news.de") == ["ein Baum", "ein Kind", ""]
+    assert lines("train.en") == ["the dog", "the  \xa0cat", *EN, ""]
+    assert lines("train.de") == ["der Hund", "die Katze", *DE, ""]
+    assert lines("news.en") == ["a tree", "a child", ""]
+    assert lines("news.de") == ["ein Baum", "ein Kind", ""]
     record = json.loads((place / "text/train.en.source.json").read_text())
     assert record["lines"] == 5 and record["downloads"][f"{files[1]}/more.tsv"] == {
         "bytes": len(TSV.encode()), "sha256": hashlib.sha256(TSV.encode()).hexdigest()}
@@ -179,7 +179,7 @@ def test_a_server_that_tells_no_sizes(
 ) -> None:
     monkeypatch.setattr(Handler, "no_head", status)
     get()
-    assert len(lines(place / "text/train.en")) == 6
+    assert len(lines("train.en")) == 6
     assert "unknown" in capsys.readouterr().err
 
 
@@ -189,7 +189,7 @@ def test_a_record_from_elsewhere_holds(place: Path, files: tuple[Path, str], ref
     record = place / "text/train.en.source.json"
     (place / "text/train.de").unlink()
     get()
-    assert lines(place / "text/train.de")[0] == "der Hund"
+    assert lines("train.de")[0] == "der Hund"
     for file in (place / "text/train.en", place / "text/train.de", *(place / "cache").rglob("more.tsv")):
         file.unlink()
     (files[0] / "more.tsv").write_text(TSV.replace("dog", "cow"), encoding="utf-8")
@@ -198,7 +198,7 @@ def test_a_record_from_elsewhere_holds(place: Path, files: tuple[Path, str], ref
         assert not (place / "text/train.en").exists() and not list((place / "text").glob(".tmp*"))
         record.unlink()
         get()
-        assert lines(place / "text/train.en")[0] == "the cow"
+        assert lines("train.en")[0] == "the cow"
     finally:
         (files[0] / "more.tsv").write_text(TSV, encoding="utf-8")
     (place / "text/train.en").write_text("other\n", encoding="utf-8")
@@ -229,6 +229,11 @@ def test_mistakes(place: Path, refused: Refused, old: str, new: str, said: str) 
         assert said in refused("get", "my.yaml") and not (place / "text").exists()
     else:
         get()
+
+
+def test_downloads_have_no_folder(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnmt.extras.fetch.fetch._mtdata_sources", lambda _: Path("my.yaml/x").mkdir())
+    assert "mtdata's folder of downloads cannot be written: Not a directory; name" in refused("get", "my.yaml")
 
 
 def test_half_a_download_and_a_wrong_sum(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +334,7 @@ def test_a_text_comes_again_after_a_refusal(place: Path, refused: Refused) -> No
     assert "is no whole" in refused("get", "my.yaml")
     Handler.raw.clear()
     get()
-    assert lines(place / "text/train.en") == ["the dog", "the  \xa0cat", *EN, ""]
+    assert lines("train.en") == ["the dog", "the  \xa0cat", *EN, ""]
 
 
 def test_an_archive_writes_nowhere_else(place: Path) -> None:
@@ -342,7 +347,7 @@ def test_an_archive_writes_nowhere_else(place: Path) -> None:
         ("../../../evil", tarfile.REGTYPE, "x"), (str(outside / "evil"), tarfile.REGTYPE, "x"),
         ("fifo", tarfile.FIFOTYPE, ""), DE_FILE, EN_FILE))
     get()
-    assert lines(place / "text/train.en") == ["the dog", "the  \xa0cat", "a house", ""]
+    assert lines("train.en") == ["the dog", "the  \xa0cat", "a house", ""]
     assert not list(outside.iterdir()) and not list(place.rglob("evil"))
 
 
@@ -350,7 +355,7 @@ def test_a_zip_and_a_name_in_it(place: Path, refused: Refused) -> None:
     """A link in a ZIP is a file whose mode says so."""
     Handler.raw["/corpus.tgz"] = answer(zip_of(training__a_de="ein Haus\n", training__a_en="a house\n"))
     get()
-    assert lines(place / "text/train.de")[2:] == ["ein Haus", ""]
+    assert lines("train.de")[2:] == ["ein Haus", ""]
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("training/a.de", "ein Haus\n")
