@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
 from deepnmt import folders
@@ -30,7 +29,14 @@ from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.extras.export.exported import KIND, require_replaceable, weights_of
-from deepnmt.extras.export.imports import joined, weights_in, write_import
+from deepnmt.extras.export.imports import (
+    SPECIAL,
+    joined,
+    name_special,
+    sentencepiece_model,
+    weights_in,
+    write_import,
+)
 from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 from deepnmt.training.encoders import load_encoder
@@ -38,7 +44,7 @@ from deepnmt.training.encoders import load_encoder
 TASK = "masked_lm"
 LARGEST_DIFFERENCE = 1e-5  # allowed between the logits of the two models
 _SPECIAL = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # WordPiece's, in the order of ours
-_OURS = ("<unk>", "<s>", "</s>", "<pad>", "<mask>")
+_OURS = (*SPECIAL, "<mask>")
 _OUTER = {
     "embeddings.tokens": "bert.embeddings.word_embeddings",
     "encoder.input.positions": "bert.embeddings.position_embeddings",
@@ -272,8 +278,8 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
     missing = [piece for piece in _SPECIAL if piece not in pieces]
     if missing:
         raise UserError(f"{folder}/vocab.txt has no {missing[0]}, so it is none of BERT's; give the model's own")
-    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    kinds = sentencepiece_model.ModelProto.SentencePiece
+    model = sentencepiece_model.ModelProto()
     order, names = [pieces.index(piece) for piece in _SPECIAL], set(_OURS)
     for number, name in enumerate(_OURS):
         model.pieces.add(piece=name, score=0.0, type=kinds.UNKNOWN if number == UNK else kinds.CONTROL)
@@ -286,10 +292,8 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
         unused = name if used else f"[{number}]"
         model.pieces.add(piece=unused, score=-1.0, type=kinds.NORMAL if used else kinds.UNUSED)
         order.append(number)
-    spec = model.trainer_spec
-    spec.model_type, spec.vocab_size = spec.UNIGRAM, len(model.pieces)
-    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = UNK, BOS, EOS, PAD
-    spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = _OURS[:4]
+    model.trainer_spec.model_type = model.trainer_spec.UNIGRAM
+    name_special(model)
     model.normalizer_spec.name, model.normalizer_spec.add_dummy_prefix = "identity", True
     made: bytes = model.SerializeToString()
     Vocabulary(made)

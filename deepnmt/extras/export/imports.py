@@ -262,6 +262,14 @@ def _rows(table: Tensor, rows: Sequence[int], name: str) -> Tensor:
     return table[list(rows)]
 
 
+def name_special(model: Any) -> None:
+    """Tells a SentencePiece model that its first pieces are `SPECIAL`, and how many it has."""
+    spec = model.trainer_spec
+    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = range(4)
+    spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = SPECIAL
+    spec.vocab_size = len(model.pieces)
+
+
 def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
     """A SentencePiece model that segments as that in `file` does, with these pieces behind the special ones."""
     old = _read(file, lambda: sentencepiece_model.ModelProto.FromString(file.read_bytes()))
@@ -280,10 +288,7 @@ def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
             new.pieces.add(piece=name, score=piece.score, type=piece.type)
         else:
             new.pieces.add(piece=name, score=0.0, type=kinds.UNUSED)
-    spec = new.trainer_spec
-    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = range(4)
-    spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = SPECIAL
-    spec.vocab_size = len(new.pieces)
+    name_special(new)
     made: bytes = _read(file, new.SerializeToString)
     _read(file, lambda: Vocabulary(made))
     return made
