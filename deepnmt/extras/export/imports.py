@@ -198,27 +198,26 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
                             "Post-LN and Pre-LN Transformers with sinusoids")
         return theirs.pop(name).float()
 
+    def projected(attention: str, letters: str, part: str) -> Tensor:
+        return joined([take(f"{attention}.{letter}_proj.{part}") for letter in letters], attention)
+
     for side, use, rows in zip(SIDES, ("src", "trg"), foreign.rows, strict=True):
         renamed[f"embeddings.{use}.weight"] = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
         for index in range(recipe.model.stack(side).layers):
-            ours, their = f"{side}.layers.{index}", f"{side}.layers.{index}"
+            layer = f"{side}.layers.{index}"  # in both
             for part in ("weight", "bias"):
-                def projected(attention: str, letters: str, their: str = their, part: str = part) -> Tensor:
-                    tensors = [take(f"{their}.{attention}.{letter}_proj.{part}") for letter in letters]
-                    return joined(tensors, f"{their}.{attention}")
-
-                renamed[f"{ours}.self_attn.qkv.{part}"] = projected("self_attn", "qkv")
-                renamed[f"{ours}.self_attn.out.{part}"] = take(f"{their}.self_attn.out_proj.{part}")
+                renamed[f"{layer}.self_attn.qkv.{part}"] = projected(f"{layer}.self_attn", "qkv", part)
+                renamed[f"{layer}.self_attn.out.{part}"] = take(f"{layer}.self_attn.out_proj.{part}")
                 norms = ["self_attn_layer_norm"]
                 if side == "decoder":
-                    renamed[f"{ours}.cross_attn.q.{part}"] = projected("encoder_attn", "q")
-                    renamed[f"{ours}.cross_attn.kv.{part}"] = projected("encoder_attn", "kv")
-                    renamed[f"{ours}.cross_attn.out.{part}"] = take(f"{their}.encoder_attn.out_proj.{part}")
+                    renamed[f"{layer}.cross_attn.q.{part}"] = projected(f"{layer}.encoder_attn", "q", part)
+                    renamed[f"{layer}.cross_attn.kv.{part}"] = projected(f"{layer}.encoder_attn", "kv", part)
+                    renamed[f"{layer}.cross_attn.out.{part}"] = take(f"{layer}.encoder_attn.out_proj.{part}")
                     norms.append("encoder_attn_layer_norm")
                 for matrix in ("fc1", "fc2"):
-                    renamed[f"{ours}.ffn.{matrix}.{part}"] = take(f"{their}.{matrix}.{part}")
+                    renamed[f"{layer}.ffn.{matrix}.{part}"] = take(f"{layer}.{matrix}.{part}")
                 for number, norm in enumerate([*norms, "final_layer_norm"]):
-                    renamed[f"{ours}.rule.norms.{number}.{part}"] = take(f"{their}.{norm}.{part}")
+                    renamed[f"{layer}.rule.norms.{number}.{part}"] = take(f"{layer}.{norm}.{part}")
         if recipe.model.stack(side).facts.exported_as == "pre_ln":
             for part in ("weight", "bias"):
                 renamed[f"{side}.norm.{part}"] = take(f"{side}.layer_norm.{part}")
