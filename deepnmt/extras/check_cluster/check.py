@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from deepnmt.config import Recipe
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import make_run_folder, sha256, table
 from deepnmt.processes.agreement import fault_of_shared
 from deepnmt.processes.handshake import MUST_MATCH, SHOULD_MATCH, Facts, decide_on_rank0, differences, differing, facts
@@ -27,9 +27,10 @@ from deepnmt.processes.ranks import Ranks
 _CLOCKS = 1.0  # seconds that two clocks may differ
 _SLOW = 0.5  # of the median: a connection below this is named
 _REPEATS = 5
+_SENT = 16 * 2**20  # bytes by which a connection is timed
 
 
-def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int = 64) -> tuple[str, list[str]]:
+def check_cluster(recipe: Recipe, ranks: Ranks, megabytes: int) -> tuple[str, list[str]]:
     """A table of the machines, and a sentence for each difference and fault, on every process. Collective.
 
     Args:
@@ -113,7 +114,8 @@ def _try_folder(run: Path, name: str, mine: Path) -> str:
 
 def _all_reduce_seconds(ranks: Ranks, size: int) -> float:
     """The time of an all-reduce of `size` bytes on the slowest process, the best of some."""
-    tensor = torch.zeros(size // 4, device=ranks.device)
+    with enough_memory("give a smaller --mb"):
+        tensor = torch.zeros(size // 4, device=ranks.device)
     times = []
     for _ in range(_REPEATS):
         ranks.barrier()
@@ -125,9 +127,9 @@ def _all_reduce_seconds(ranks: Ranks, size: int) -> float:
     return min(times)
 
 
-def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> float | None:
+def _link(ranks: Ranks, machines: Sequence[str]) -> float | None:
     """Bytes a second from rank 0 to this process, if it is the first one of another machine than rank 0's."""
-    tensor = torch.zeros(size // 4, device=ranks.device)
+    tensor = torch.zeros(_SENT // 4, device=ranks.device)
     speed = None
     for rank, machine in enumerate(machines):
         if machine in machines[:rank] or machine == machines[0]:
@@ -141,7 +143,7 @@ def _link(ranks: Ranks, machines: Sequence[str], size: int = 16 * 2**20) -> floa
                 dist.recv(tensor, 0)
                 if tensor.is_cuda:
                     torch.cuda.synchronize(tensor.device)
-                speed = max(speed or 0.0, size / (time.monotonic() - started))
+                speed = max(speed or 0.0, _SENT / (time.monotonic() - started))
     return speed
 
 

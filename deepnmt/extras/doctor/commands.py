@@ -9,7 +9,7 @@ from deepnmt.arguments import parse, positive, profiled, recipe_parser, settable
 from deepnmt.commands import EXAMINE, Command
 from deepnmt.commands.options import checkpoint_of, processes_of
 from deepnmt.config import Recipe
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, enough_memory
 
 
 def diagnose(words: list[str]) -> None:
@@ -19,7 +19,7 @@ def diagnose(words: list[str]) -> None:
         "Examines a model on one batch: how layers depend on each other, how far an update moves the output,\n"
         "gradients, ranges, and how similar layers are. For a recipe it trains for 40 updates and predicts what the\n"
         "model will do after more: stuck or diverging, the target side only, or translating. For a run that has\n"
-        "checkpoints it examines the newest, and measures which of the three it does.\n\n"
+        "checkpoints, or an average alone, it examines the newest, and measures which of the three it does.\n\n"
         "Reads the prepared data. Prints a table and writes JSON, pictures and a page into RUN/diagnosis, or\n"
         "RUN/diagnosis-CHECKPOINT.",
         "deepnmt diagnose my.yaml\n"
@@ -79,7 +79,8 @@ def diagnose(words: list[str]) -> None:
     if count > 1:
         raise UserError(f"diagnose was started on {count} processes, but it looks at one model by itself; start it "
                         "alone, and say with --processes how many training will run on")
-    with processes_of(recipe) as ranks:
+    with processes_of(recipe) as ranks, enough_memory("give fewer --tokens or a smaller model, or set "
+                                                      "parallel.device=cpu"):
         is_run = Path(args.recipe).is_dir() and not args.fresh
         checkpoint = default_checkpoint(recipe, checkpoint_of(args.checkpoint, recipe), is_run)
         if checkpoint is not None:
@@ -112,7 +113,7 @@ def _coordinates(parser: ArgumentParser, args: Namespace, recipe: Recipe) -> Non
             raise UserError(f"--widths has {width}; all must be multiples of 8 and of the smallest")
     from deepnmt.extras.doctor.coordinates import check_coordinates
 
-    with processes_of(recipe) as ranks:
+    with processes_of(recipe) as ranks, enough_memory("give smaller --widths or --depths"):
         print(check_coordinates(recipe, ranks.device, widths, depths, updates, seeds, args.output))
 
 

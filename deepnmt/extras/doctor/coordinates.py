@@ -37,10 +37,11 @@ from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.doctor.plots import plot_coordinates
-from deepnmt.extras.doctor.probes import evaluating, real_positions
+from deepnmt.extras.doctor.probes import real_positions
 from deepnmt.extras.doctor.verdict import cut_batch
-from deepnmt.files import make_run_folder, write_json
+from deepnmt.files import make_run_folder, reporting, write_json
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
+from deepnmt.model.dropout import evaluating
 from deepnmt.model.hooks import hooks
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
@@ -213,10 +214,11 @@ def check_coordinates(
             ranges[axis][rule] = {
                 "size": {name: [model.size[name] for model in models] for name in models[0].size},
                 "change": {name: [model.change[name] for model in models] for name in models[0].change}}
-    write_json(output / "coordinates.json", {
-        "updates": updates, "rate": recipe.optimizer.lr, "seeds": seeds, "widths": widths, "depths": depths,
-        "values": ranges})
-    plot_coordinates(ranges, {"width": widths, "depth": depths}, output / "coordinates.png")
+    with reporting(str(output), "free disk space, or name another folder with --output"):
+        write_json(output / "coordinates.json", {
+            "updates": updates, "rate": recipe.optimizer.lr, "seeds": seeds, "widths": widths, "depths": depths,
+            "values": ranges})
+        plot_coordinates(ranges, {"width": widths, "depth": depths}, output / "coordinates.png")
     return f"{table(ranges)}\n{output / 'coordinates.png'}"
 
 

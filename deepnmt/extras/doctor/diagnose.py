@@ -65,8 +65,8 @@ from deepnmt.extras.doctor.verdict import (
     features,
     run_trial,
 )
-from deepnmt.files import make_run_folder, write_json
-from deepnmt.folders import DamagedFolder, original_name
+from deepnmt.files import make_run_folder, reporting, write_json
+from deepnmt.folders import DamagedFolder, locate, original_name
 from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.blocks import SIDES, set_clock
 from deepnmt.model.init import fill
@@ -195,8 +195,9 @@ def diagnose(
         output = Path(recipe.run) / name
     make_run_folder(output, option)
     findings = examine(subject, verdict_rule, max(1, processes // stages), updates, clock)
-    write_json(output / "diagnosis.json", _json_ready(findings))
-    page = write_page(findings, output)
+    with reporting(str(output), "free disk space, or name another folder with --output"):
+        write_json(output / "diagnosis.json", _json_ready(findings))
+        page = write_page(findings, output)
     return f"{summary(findings)}\n{page}"
 
 
@@ -561,9 +562,13 @@ def _json_ready(value: Any) -> Any:
 
 
 def default_checkpoint(recipe: Recipe, name: str | None, is_run: bool) -> Path | None:
-    """The checkpoint named on the command line, otherwise a run's newest, otherwise None (a fresh model)."""
+    """The checkpoint named on the command line, otherwise a run's newest, or its average if that is all it has, as an
+    imported model; otherwise None (a fresh model)."""
     if name is not None:
         return find_checkpoint(Path(name), "newest")
-    if is_run and list_checkpoints(Path(recipe.run) / "checkpoints"):
-        return find_checkpoint(Path(recipe.run), "newest")
+    run = Path(recipe.run)
+    if is_run and list_checkpoints(run / "checkpoints"):
+        return find_checkpoint(run, "newest")
+    if is_run and locate(run / "averaged").is_dir():
+        return find_checkpoint(run, "averaged")
     return None

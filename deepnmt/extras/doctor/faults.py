@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from deepnmt.batch import TRANSLATION, Batch
 from deepnmt.extras.doctor.measures import token_similarity
-from deepnmt.extras.doctor.probes import evaluating, layers_of, matrices, outputs_of, real_positions
+from deepnmt.extras.doctor.probes import layers_of, matrices, outputs_of, real_positions
 from deepnmt.model.blocks import SIDES, SUBLAYERS, Side
+from deepnmt.model.dropout import evaluating
 from deepnmt.model.hooks import hooks
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, PAD

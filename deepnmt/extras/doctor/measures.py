@@ -10,19 +10,20 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import StatisticsError, correlation, linear_regression
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepnmt.batch import Batch
 from deepnmt.extras.doctor.probes import (
     block_of,
-    evaluating,
     layers_of,
     matrices,
     mean_loss,
@@ -34,12 +35,14 @@ from deepnmt.extras.doctor.probes import (
     watching,
 )
 from deepnmt.model.blocks import SIDES, Norm, Side, Stream, stream_of, tensors
+from deepnmt.model.dropout import evaluating
 from deepnmt.model.hooks import hooks
 from deepnmt.model.init import generator_for
 from deepnmt.model.transformer import Transformer
 
 Result = TypeVar("Result")
 
+_NO_LENGTH = 1e-30  # of a vector that is divided by this length, not by its own
 HALF_MAX = 65504.0  # the largest finite fp16 number
 # From the bottom of a Post-LN decoder layer: around its first and second norm, and into its third.
 GRADIENT_POINTS = ("norms.0.in", "norms.0", "norms.1.in", "norms.1", "norms.2.in")
@@ -61,17 +64,13 @@ class Fit:
 
 
 def fit_line(terms: Sequence[float], values: Sequence[float]) -> Fit:
-    """The fit, with R² = 1 - (residual sum of squares) / (total sum of squares); all NaN with fewer than three points,
+    """The fit, whose R² is the square of the correlation; all NaN with fewer than three points,
     or if all terms or all values are equal."""
-    if len(terms) < 3 or not all(map(math.isfinite, values)):
-        return Fit(math.nan, math.nan, math.nan)
-    x, y = torch.tensor(terms, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
-    dx, dy = x - x.mean(), y - y.mean()
-    if not dx.any() or not dy.any():
-        return Fit(math.nan, math.nan, math.nan)
-    slope = float((dx * dy).sum() / dx.square().sum())
-    left = (dy - slope * dx).square().sum() / dy.square().sum()
-    return Fit(slope, float(y.mean() - slope * x.mean()), float(1 - left))
+    with suppress(StatisticsError):  # they are equal
+        if len(terms) > 2 and all(map(math.isfinite, values)):
+            slope, offset = linear_regression(terms, values)
+            return Fit(slope, offset, correlation(terms, values) ** 2)
+    return Fit(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -472,15 +471,11 @@ def layer_similarity(model: Transformer, batch: Batch, side: Side) -> list[list[
     """The mean cosine over tokens between the outputs of each two layers of a stack [L][L], in evaluation mode. Takase
     et al. 2023 (B2T), figure 5."""
     with evaluating(model):
-        units = torch.stack([_unit(output) for output in outputs_of(model, batch, layers=True)[side]])
+        units = F.normalize(torch.stack(outputs_of(model, batch, layers=True)[side]), dim=-1, eps=_NO_LENGTH)
     return (torch.einsum("lpd,mpd->lm", units, units) / units.size(1)).tolist()
 
 
 def token_similarity(output: Tensor) -> float:
     """The mean cosine between a stack's outputs [positions, D] at different positions; 1 if all are parallel."""
-    unit, count = _unit(output), len(output)
+    unit, count = F.normalize(output, dim=-1, eps=_NO_LENGTH), len(output)
     return float((unit.sum(0).square().sum() - count) / (count * (count - 1)))
-
-
-def _unit(output: Tensor) -> Tensor:
-    return output / output.norm(dim=-1, keepdim=True).clamp_min(1e-30)

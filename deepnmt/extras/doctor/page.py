@@ -18,6 +18,7 @@ from deepnmt.pages import folded, page, picture
 
 Findings = Mapping[str, Any]
 _SHOWN = 5  # changes
+_SOMETIMES = ("trial", "places", "last_ffn", "moved")  # pictures that not every diagnosis has
 _NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-runs and give it with --rule"
 UNKNOWABLE = (
     "how good the translations get: a model that has begun to read its source counts as translating",
@@ -123,11 +124,14 @@ def _changes(verdict: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]
 
 
 def write_page(findings: Findings, folder: Path) -> Path:
-    """Writes the pictures into `folder`, and `diagnosis.html` with all of them; returns the path of the page.
+    """Writes the pictures into `folder`, in place of those of an earlier diagnosis, and `diagnosis.html` with all of
+    them; returns the path of the page.
 
     The page begins with the answer, what to change and the course of the trial. The rest is folded away.
     """
     about, verdict, outcome = findings["about"], findings.get("verdict"), findings.get("outcome")
+    for name in _SOMETIMES:
+        (folder / f"{name}.png").unlink(missing_ok=True)
     parts = ["<h1>Does it learn to translate?</h1>", f"<p><small>Encoder of {escape(about['encoder'])}; decoder of "
              f"{escape(about['decoder'])}; width {about['width']}, {about['parameters']:,} parameters; peak rate "
              f"{about['learning rate']:g}, warm-up of {about['warm-up']:,} updates</small></p>"]

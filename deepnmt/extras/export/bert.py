@@ -18,29 +18,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from sentencepiece import sentencepiece_model_pb2
+from safetensors.torch import save_file
 from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import (
-    Contents,
-    TrainingState,
-    check_ramp,
-    find_checkpoint,
-    first_difference,
-    load_state,
-    shapes_by_name,
-    write_checkpoint,
-)
+from deepnmt.checkpoint.checkpoint import check_ramp, find_checkpoint, first_difference, load_state, shapes_by_name
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.extras.export.exported import KIND, require_finite, require_replaceable, weights_of
-from deepnmt.files import write_text
+from deepnmt.extras.export.exported import KIND, require_replaceable, weights_of
+from deepnmt.extras.export.imports import (
+    SPECIAL,
+    joined,
+    name_special,
+    sentencepiece_model,
+    weights_in,
+    write_import,
+)
 from deepnmt.model.sublayers import ACTIVATIONS
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 from deepnmt.training.encoders import load_encoder
@@ -48,7 +44,7 @@ from deepnmt.training.encoders import load_encoder
 TASK = "masked_lm"
 LARGEST_DIFFERENCE = 1e-5  # allowed between the logits of the two models
 _SPECIAL = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # WordPiece's, in the order of ours
-_OURS = ("<unk>", "<s>", "</s>", "<pad>", "<mask>")
+_OURS = (*SPECIAL, "<mask>")
 _OUTER = {
     "embeddings.tokens": "bert.embeddings.word_embeddings",
     "encoder.input.positions": "bert.embeddings.position_embeddings",
@@ -65,12 +61,12 @@ _DROPPED = ("bert.pooler.", "cls.seq_relationship.", "cls.predictions.decoder.",
 _SAMPLE = (4, 24)  # sequences and their length, on which the two are compared
 
 
-def export_bert(recipe: Recipe, checkpoint: str | Path | None = None, output: str | Path | None = None) -> str:
+def export_bert(recipe: Recipe, checkpoint: str | None, output: str | None) -> str:
     """Exports a run's model; returns a line on what was written and how exact it is.
 
     Args:
-        checkpoint: a checkpoint or run folder to export instead; by default the run's average, else its newest.
-        output: the output folder; by default `bert` in the run folder.
+        checkpoint: a checkpoint or run folder to export instead; None: the run's average, else its newest.
+        output: the output folder; None: `bert` in the run folder.
 
     Raises:
         UserError: the model is none of BERT's, see `check_ramp`, the folder holds something else, or the logits
@@ -173,7 +169,7 @@ def from_bert(weights: Mapping[str, Tensor], layers: int) -> dict[str, Tensor]:
         for part in ("weight", "bias"):
             three = [take(f"bert.encoder.layer.{layer}.attention.self.{name}.{part}")
                      for name in ("query", "key", "value")]
-            renamed[f"encoder.layers.{layer}.self_attn.qkv.{part}"] = torch.cat(three)
+            renamed[f"encoder.layers.{layer}.self_attn.qkv.{part}"] = joined(three, f"encoder.layer.{layer}.attention")
     renamed["head.bias"] = take("cls.predictions.bias")
     rest = [name for name in sorted(theirs) if not name.startswith(_DROPPED)]
     if rest:
@@ -255,36 +251,18 @@ def import_bert(folder: Path, run: Path, config: Mapping[str, Any]) -> str:
         "train": {"updates": 1},
     }, f"the model in {folder}")
     assert isinstance(recipe, EncoderRecipe)
-    weights = from_bert(_read_weights(folder), layers)
+    weights = from_bert(weights_in(folder), layers)
     for name in ("embeddings.tokens.weight", "head.bias"):
-        if len(weights[name]) != len(order):
-            raise UserError(f"{folder} has {len(weights[name])} rows in {name}, but {len(order)} pieces; give the "
-                            "model's own vocabulary")
+        if weights[name].shape[:1] != (len(order),):
+            raise UserError(f"{folder} has {name} of shape {list(weights[name].shape)}, but {len(order)} pieces; give "
+                            "the model's own vocabulary")
         weights[name] = weights[name][order]
     shapes = shapes_by_name(_build(recipe, len(order)))
     difference = first_difference(shapes, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
-    require_finite(weights, folder)
-    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
-    files = {"src.spm": vocab, "trg.spm": vocab}
-    write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
-    write_text(run / "recipe.yaml", dump_recipe(recipe))
+    write_import(folder, run, weights, recipe, (vocab, vocab))
     return f"{run}: BERT with {layers} layers of width {sizes['width']}, {len(order):,} pieces"
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights in a folder; no pickle is executed. Raises `UserError`."""
-    file = folder / "model.safetensors"
-    try:
-        if file.is_file():
-            return load_file(file)
-        file = folder / "pytorch_model.bin"
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}; give a folder with model.safetensors") from None
-    except Exception as error:  # torch raises the unpickler's own
-        raise UserError(f"{file} is no file of weights ({error}); give a folder with model.safetensors") from None
 
 
 def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
@@ -300,8 +278,8 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
     missing = [piece for piece in _SPECIAL if piece not in pieces]
     if missing:
         raise UserError(f"{folder}/vocab.txt has no {missing[0]}, so it is none of BERT's; give the model's own")
-    kinds = sentencepiece_model_pb2.ModelProto.SentencePiece  # type: ignore[attr-defined]
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    kinds = sentencepiece_model.ModelProto.SentencePiece
+    model = sentencepiece_model.ModelProto()
     order, names = [pieces.index(piece) for piece in _SPECIAL], set(_OURS)
     for number, name in enumerate(_OURS):
         model.pieces.add(piece=name, score=0.0, type=kinds.UNKNOWN if number == UNK else kinds.CONTROL)
@@ -314,10 +292,8 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
         unused = name if used else f"[{number}]"
         model.pieces.add(piece=unused, score=-1.0, type=kinds.NORMAL if used else kinds.UNUSED)
         order.append(number)
-    spec = model.trainer_spec
-    spec.model_type, spec.vocab_size = spec.UNIGRAM, len(model.pieces)
-    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = UNK, BOS, EOS, PAD
-    spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = _OURS[:4]
+    model.trainer_spec.model_type = model.trainer_spec.UNIGRAM
+    name_special(model)
     model.normalizer_spec.name, model.normalizer_spec.add_dummy_prefix = "identity", True
     made: bytes = model.SerializeToString()
     Vocabulary(made)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Recipe, dump_recipe
@@ -76,17 +76,15 @@ def model_card(
 
 
 def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]:
-    """What `deepnmt evaluate` has found for this checkpoint: metric and test set, score, signature."""
+    """What `deepnmt evaluate` has found for this checkpoint alone: metric and test set, score, signature."""
     rows = []
     for file in sorted(Path(recipe.run).glob("scores*.json")):
-        try:
-            report: dict[str, Any] = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            continue
-        if Path(report.get("checkpoint", "")).resolve() != loaded.folder.resolve():
-            continue
-        for test, scores in report.get("sets", {}).items():
-            for metric in ("bleu", "chrf", "ter"):
-                if f"{metric}_signature" in scores:
-                    rows.append((f"{metric}, {test}", scores[metric], scores[f"{metric}_signature"]))
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # it is another program's
+            report = json.loads(file.read_bytes())
+            if "ensemble" in report or Path(report["checkpoint"]).resolve() != loaded.folder.resolve():
+                continue
+            for test, scores in report["sets"].items():
+                for metric in ("bleu", "chrf", "ter"):
+                    if f"{metric}_signature" in scores:
+                        rows.append((f"{metric}, {test}", float(scores[metric]), scores[f"{metric}_signature"]))
     return rows

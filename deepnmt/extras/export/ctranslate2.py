@@ -32,7 +32,7 @@ _PERI_NORMS = {
 }
 
 
-def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+def write_ctranslate2(loaded: LoadedModel, folder: Path, precision: str) -> None:
     """Writes the folder that `ctranslate2.Translator` loads, weights in this number format, and the vocabularies.
 
     Raises:
@@ -117,7 +117,7 @@ def _fp32(values: Values) -> npt.NDArray[np.float32]:
 class Engine:
     """The exported model as `proof.py` asks it."""
 
-    def __init__(self, loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+    def __init__(self, loaded: LoadedModel, folder: Path, precision: str) -> None:
         self._model = CTranslate2(folder, loaded.vocabs, precision)
 
     def score(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[list[float]]:

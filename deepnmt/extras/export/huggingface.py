@@ -28,7 +28,7 @@ POSITIONS = 1024  # at least
 _CLASSES = {"post_ln": ("marian", "MarianMTModel"), "pre_ln": ("pegasus", "PegasusForConditionalGeneration")}
 
 
-def write_huggingface(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+def write_huggingface(loaded: LoadedModel, folder: Path, precision: str) -> None:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer's files.
 
     Raises:
@@ -132,7 +132,7 @@ def _fp32(values: Any) -> Tensor:
 class Engine:
     """The exported model as `proof.py` asks it."""
 
-    def __init__(self, loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+    def __init__(self, loaded: LoadedModel, folder: Path, precision: str) -> None:
         del precision
         self._model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,27 +28,20 @@ from safetensors.torch import load_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor
 
-from deepnmt.checkpoint.checkpoint import (
-    Contents,
-    TrainingState,
-    shapes_differ,
-    shapes_of,
-    write_checkpoint,
-)
+from deepnmt.checkpoint.checkpoint import Contents, TrainingState, shapes_differ, shapes_of, write_checkpoint
 from deepnmt.config import Recipe, check_recipe, dump_recipe
+from deepnmt.data.prepared import is_free
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.extras.export.exported import FACTS, KIND, read_exported, require_finite
-from deepnmt.files import write_text
+from deepnmt.files import make_run_folder, reporting, write_text
 from deepnmt.folders import read_json
 from deepnmt.model.blocks import SIDES
-from deepnmt.model.init import fill
-from deepnmt.model.transformer import Transformer
 
 sentencepiece_model: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
+_COUNTERS = ("bert.embeddings.position_ids",)  # whole numbers that nobody reads
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
-
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -137,10 +130,12 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
         langs: of source and target, if the folder does not say.
 
     Raises:
-        UserError: the folder holds no such model, or one that deepnmt cannot compute; or `run` exists.
+        UserError: the folder holds no such model, or one that deepnmt cannot compute; or `run` holds something, or
+            cannot be written.
     """
-    if run.exists():
+    if not is_free(run):
         raise UserError(f"{run} exists already; give a new folder for the run")
+    make_run_folder(run.parent, "RUN")
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; give one with a Marian or fairseq model")
     if (folder / FACTS).is_file() and "files" in read_json(folder, FACTS, KIND):  # deepnmt's own, of 0.3 or newer
@@ -175,16 +170,22 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
     difference = shapes_differ(recipe.model, *sizes, shapes_of(weights))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
-    require_finite(weights, folder)
-    model = Transformer(recipe.model, *sizes, recipe.seed)
-    fill(model, weights.__getitem__)
-    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
-    files = dict(zip(("src.spm", "trg.spm"), foreign.vocabs, strict=True))
-    write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
-    write_text(run / "recipe.yaml", dump_recipe(recipe))
+    write_import(folder, run, weights, recipe, foreign.vocabs)
     stack = recipe.model.encoder
     return (f"{run}: {stack.layers} encoder and {recipe.model.decoder.layers} decoder layers ({stack.block}) of width "
             f"{recipe.model.width}, {sizes[0]:,} source and {sizes[1]:,} target pieces")
+
+
+def write_import(
+    folder: Path, run: Path, weights: Mapping[str, Tensor], recipe: Recipe, vocabs: tuple[bytes, bytes]
+) -> None:
+    """Writes a run whose average is the model of a folder. Raises `UserError` if a weight is NaN or infinite."""
+    require_finite(weights, folder)
+    state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
+    files = dict(zip(("src.spm", "trg.spm"), vocabs, strict=True))
+    write_checkpoint(run / "averaged", Contents(weights, None, state, dump_recipe(recipe), files))
+    with reporting(str(run / "recipe.yaml"), f"free disk space, remove {run}, and import again"):
+        write_text(run / "recipe.yaml", dump_recipe(recipe))
 
 
 def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
@@ -197,29 +198,26 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
                             "Post-LN and Pre-LN Transformers with sinusoids")
         return theirs.pop(name).float()
 
+    def projected(attention: str, letters: str, part: str) -> Tensor:
+        return joined([take(f"{attention}.{letter}_proj.{part}") for letter in letters], attention)
+
     for side, use, rows in zip(SIDES, ("src", "trg"), foreign.rows, strict=True):
         renamed[f"embeddings.{use}.weight"] = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
         for index in range(recipe.model.stack(side).layers):
-            ours, their = f"{side}.layers.{index}", f"{side}.layers.{index}"
+            layer = f"{side}.layers.{index}"  # in both
             for part in ("weight", "bias"):
-                def projected(attention: str, letters: str, their: str = their, part: str = part) -> Tensor:
-                    tensors = [take(f"{their}.{attention}.{letter}_proj.{part}") for letter in letters]
-                    if not tensors[0].dim() or any(tensor.shape != tensors[0].shape for tensor in tensors):
-                        raise UserError(f"the model's {their}.{attention} has projections of different shapes")
-                    return torch.cat(tensors)
-
-                renamed[f"{ours}.self_attn.qkv.{part}"] = projected("self_attn", "qkv")
-                renamed[f"{ours}.self_attn.out.{part}"] = take(f"{their}.self_attn.out_proj.{part}")
+                renamed[f"{layer}.self_attn.qkv.{part}"] = projected(f"{layer}.self_attn", "qkv", part)
+                renamed[f"{layer}.self_attn.out.{part}"] = take(f"{layer}.self_attn.out_proj.{part}")
                 norms = ["self_attn_layer_norm"]
                 if side == "decoder":
-                    renamed[f"{ours}.cross_attn.q.{part}"] = projected("encoder_attn", "q")
-                    renamed[f"{ours}.cross_attn.kv.{part}"] = projected("encoder_attn", "kv")
-                    renamed[f"{ours}.cross_attn.out.{part}"] = take(f"{their}.encoder_attn.out_proj.{part}")
+                    renamed[f"{layer}.cross_attn.q.{part}"] = projected(f"{layer}.encoder_attn", "q", part)
+                    renamed[f"{layer}.cross_attn.kv.{part}"] = projected(f"{layer}.encoder_attn", "kv", part)
+                    renamed[f"{layer}.cross_attn.out.{part}"] = take(f"{layer}.encoder_attn.out_proj.{part}")
                     norms.append("encoder_attn_layer_norm")
                 for matrix in ("fc1", "fc2"):
-                    renamed[f"{ours}.ffn.{matrix}.{part}"] = take(f"{their}.{matrix}.{part}")
+                    renamed[f"{layer}.ffn.{matrix}.{part}"] = take(f"{layer}.{matrix}.{part}")
                 for number, norm in enumerate([*norms, "final_layer_norm"]):
-                    renamed[f"{ours}.rule.norms.{number}.{part}"] = take(f"{their}.{norm}.{part}")
+                    renamed[f"{layer}.rule.norms.{number}.{part}"] = take(f"{layer}.{norm}.{part}")
         if recipe.model.stack(side).facts.exported_as == "pre_ln":
             for part in ("weight", "bias"):
                 renamed[f"{side}.norm.{part}"] = take(f"{side}.layer_norm.{part}")
@@ -247,12 +245,28 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in renamed.items()}
 
 
+def joined(projections: Sequence[Tensor], name: str) -> Tensor:
+    """The matrices, or biases, of an attention's queries, keys and values in one."""
+    first = projections[0].shape
+    if not first or any(projection.shape != first for projection in projections):
+        raise UserError(f"the model's {name} has projections of different shapes; give the whole folder of the model")
+    return torch.cat(list(projections))
+
+
 def _rows(table: Tensor, rows: Sequence[int], name: str) -> Tensor:
     """Rows of a table. Raises `UserError` where it has no such rows."""
     if table.dim() != 2 or max(rows) >= len(table):
         raise UserError(f"the {name} is of shape {list(table.shape)}, but the vocabulary has the id {max(rows):,}; "
                         "give the model's own vocabulary")
     return table[list(rows)]
+
+
+def name_special(model: Any) -> None:
+    """Tells a SentencePiece model that its first pieces are `SPECIAL`, and how many it has."""
+    spec = model.trainer_spec
+    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = range(4)
+    spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = SPECIAL
+    spec.vocab_size = len(model.pieces)
 
 
 def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
@@ -273,10 +287,7 @@ def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
             new.pieces.add(piece=name, score=piece.score, type=piece.type)
         else:
             new.pieces.add(piece=name, score=0.0, type=kinds.UNUSED)
-    spec = new.trainer_spec
-    spec.unk_id, spec.bos_id, spec.eos_id, spec.pad_id = range(4)
-    spec.unk_piece, spec.bos_piece, spec.eos_piece, spec.pad_piece = SPECIAL
-    spec.vocab_size = len(new.pieces)
+    name_special(new)
     made: bytes = _read(file, new.SerializeToString)
     _read(file, lambda: Vocabulary(made))
     return made
@@ -291,10 +302,7 @@ def _marian(folder: Path) -> Foreign:
     if config.normalize_before or config.normalize_embedding or not config.scale_embedding:
         raise UserError(f"{folder}/config.json has normalize_before, normalize_embedding or no scale_embedding; "
                         "deepnmt imports Marian models as OPUS-MT trains them")
-    if (folder / "model.safetensors").is_file():
-        weights = _weights(folder / "model.safetensors", load_file)
-    else:
-        weights = _weights(folder / "pytorch_model.bin", _load)
+    weights = weights_in(folder)
     bias = weights.pop("final_logits_bias", torch.zeros(1)).flatten()
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if "embed_positions" not in name}
     shared = weights.pop("shared.weight", None)
@@ -323,11 +331,10 @@ def _marian(folder: Path) -> Foreign:
     tokenizer = Tokenizer()
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = _json(folder / "tokenizer_config.json", Tokenizer)
-    stacks: dict[str, Any] = {
-        "encoder": {"block": "post_ln", "layers": config.encoder_layers, "heads": config.encoder_attention_heads,
-                    "ffn": config.encoder_ffn_dim},
-        "decoder": {"block": "post_ln", "layers": config.decoder_layers, "heads": config.decoder_attention_heads,
-                    "ffn": config.decoder_ffn_dim}}
+    stacks: dict[str, Any] = {}
+    for side in SIDES:
+        stacks[side] = {"block": "post_ln", "layers": getattr(config, f"{side}_layers"),
+                        "heads": getattr(config, f"{side}_attention_heads"), "ffn": getattr(config, f"{side}_ffn_dim")}
     shapes = {"width": config.d_model, "heads": config.encoder_attention_heads,
               "activation": _activation(config.activation_function), "dropout": config.dropout,
               "attention_dropout": config.attention_dropout, "activation_dropout": config.activation_dropout,
@@ -382,13 +389,12 @@ def _fairseq(folder: Path) -> Foreign:
         vocabs.append(_vocabulary(models[0], names))
         rows.append([3, 2, 2, 1, *range(4, count)])  # theirs: <s> 0, <pad> 1, </s> 2, <unk> 3; they begin with </s>
     out_rows = [3, 0, *rows[1][2:]]
-    stacks: dict[str, Any] = {
-        "encoder": {"block": "pre_ln" if settings.encoder_normalize_before else "post_ln",
-                    "layers": settings.encoder_layers, "heads": settings.encoder_attention_heads,
-                    "ffn": settings.encoder_ffn_embed_dim, "width": settings.encoder_embed_dim},
-        "decoder": {"block": "pre_ln" if settings.decoder_normalize_before else "post_ln",
-                    "layers": settings.decoder_layers, "heads": settings.decoder_attention_heads,
-                    "ffn": settings.decoder_ffn_embed_dim, "width": settings.decoder_embed_dim}}
+    stacks: dict[str, Any] = {}
+    for side in SIDES:
+        stacks[side] = {"block": "pre_ln" if getattr(settings, f"{side}_normalize_before") else "post_ln",
+                        "layers": getattr(settings, f"{side}_layers"), "width": getattr(settings, f"{side}_embed_dim"),
+                        "heads": getattr(settings, f"{side}_attention_heads"),
+                        "ffn": getattr(settings, f"{side}_ffn_embed_dim")}
     shapes = {"width": settings.encoder_embed_dim, "heads": settings.encoder_attention_heads, "positions": "fairseq",
               "activation": _activation(settings.activation_fn or "relu"), "dropout": settings.dropout or 0.0,
               "attention_dropout": settings.attention_dropout or 0.0,
@@ -426,12 +432,21 @@ def _output(weights: dict[str, Tensor], name: str) -> Tensor:
     return table
 
 
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """The weights of a model in Hugging Face's layout, by their names there."""
+    file = folder / "model.safetensors"
+    if file.is_file():
+        return _weights(file, load_file)
+    return _weights(folder / "pytorch_model.bin", _load)
+
+
 def _weights(file: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
     """The tensors of a file by name. Raises `UserError` if it holds anything else."""
     weights = _read(file, lambda: load(file))
     whole = isinstance(weights, dict) and bool(weights)
     if whole:
-        whole = all(isinstance(name, str) and _is_weight(tensor) for name, tensor in weights.items())
+        whole = all(isinstance(name, str) and (name in _COUNTERS or _is_weight(tensor))
+                    for name, tensor in weights.items())
     if not whole:
         raise UserError(f"{file} does not hold a model's weights: tensors of floating-point numbers by their names; "
                         "give the whole folder of the model")

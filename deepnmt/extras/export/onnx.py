@@ -35,7 +35,7 @@ _AXES = {"src": {0: "B", 1: "S"}, "src_lengths": {0: "B"}, "source": {2: "B", 4:
          "past": {2: "B", 4: "P"}, "logits": {0: "B"}, "grown": {2: "B", 4: "P + 1"}}
 
 
-def write_onnx(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> None:
+def write_onnx(loaded: LoadedModel, folder: Path, precision: str) -> None:
     """Writes encoder.onnx and decoder.onnx, which also hold the weights. Raises `UserError` for rotary positions."""
     del precision
     positions = loaded.recipe.model.positions
@@ -158,7 +158,7 @@ def _sessions(folder: Path) -> list[onnxruntime.InferenceSession]:
             for name in ("encoder.onnx", "decoder.onnx")]
 
 
-def engine(loaded: LoadedModel, folder: Path, precision: str = "fp32") -> Native:
+def engine(loaded: LoadedModel, folder: Path, precision: str) -> Native:
     """The exported model as `proof.py` asks it."""
     del precision
     return Native(lambda *arguments: _Stepper(folder, *arguments))

@@ -40,6 +40,7 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
+from deepnmt.files import make_run_folder
 from deepnmt.model.blocks import FOLDED, SIDES, LayerPosition, Side
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
@@ -183,6 +184,7 @@ def save_folded(source: Path, target: Path) -> Folded:
         FolderWriteError: it cannot be written.
     """
     target = check_target(target, "the folded model")
+    make_run_folder(target.parent, "--output")
     loaded = load_model(source)
     if target.exists() and target.resolve() == loaded.folder.resolve():
         raise UserError(f"{target} is the checkpoint to fold; give another folder for the folded model")

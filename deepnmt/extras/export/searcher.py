@@ -26,7 +26,6 @@ from deepnmt.tokens import BOS, EOS
 FORMATS = {"fp32": "float32", "bf16": "bfloat16", "int16": "int16", "int8": "int8"}
 
 
-
 def load_exported(loaded: LoadedModel, settings: Translate, device: torch.device | str) -> CTranslate2:
     """The model in the folder `ctranslate2` of a checkpoint's run.
 
@@ -66,7 +65,7 @@ class CTranslate2:
     """
 
     def __init__(
-        self, folder: Path, vocabs: tuple[Vocabulary, Vocabulary], precision: str = "fp32",
+        self, folder: Path, vocabs: tuple[Vocabulary, Vocabulary], precision: str,
         device: torch.device | str = "cpu",
     ) -> None:
         self.folder = folder

@@ -27,7 +27,7 @@ from deepnmt.data.prepared import corpora
 from deepnmt.data.text import COMPRESSED, corpora_of, read_lines, write_pairs
 from deepnmt.errors import UserError, nearest
 from deepnmt.extras.fetch.downloads import LARGEST, download, require_text, size_of, unpack
-from deepnmt.files import sha256, table, write_json
+from deepnmt.files import reporting, sha256, table, write_json
 from deepnmt.progress import print_status, show_progress
 
 
@@ -86,8 +86,9 @@ class _Source:
     licence: str
 
 
-def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
-    """Says what the texts of a recipe are, how large and under which licence, and fetches those that are missing.
+def fetch_texts(recipe: Recipe, only_say: bool) -> str:
+    """Says what the texts of a recipe are, how large and under which licence, and fetches those that are missing,
+    unless it is to `only_say` so.
 
     Returns:
         A table of the texts.
@@ -109,7 +110,8 @@ def fetch_texts(recipe: Recipe, only_say: bool = False) -> str:
     with _mtdata_is_quiet():
         for text in missing:
             if text.corpus.mtdata:
-                text.sources = _mtdata_sources(text.corpus.mtdata)
+                with reporting("mtdata's folder of downloads", "name another in the environment variable MTDATA"):
+                    text.sources = _mtdata_sources(text.corpus.mtdata)
             else:
                 text.sources = [_sacrebleu_source(str(text.corpus.sacrebleu), recipe)]
         sizes: dict[str, int | None] = {}

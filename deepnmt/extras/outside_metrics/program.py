@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import is_named
 from deepnmt.errors import UserError
-from deepnmt.files import write_json
+from deepnmt.files import reporting, write_json
 
 # What tells deepnmt's own processes of each other. A program that uses torch would look for the others.
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -82,7 +82,9 @@ class Program:
         return hashlib.sha256(json.dumps([self.settings.command, files, texts]).encode()).hexdigest()[:32]
 
     def _run(self, texts: Mapping[str, Sequence[str]]) -> list[float]:
-        with TemporaryDirectory(prefix="deepnmt-") as folder:
+        with (reporting(f"the texts for the program of metrics.{self.name}",
+                        "free disk space, or name another folder for temporary files in TMPDIR"),
+              TemporaryDirectory(prefix="deepnmt-") as folder):
             words = self._words
             for name, lines in texts.items():
                 file = Path(folder, name)

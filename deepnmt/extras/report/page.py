@@ -23,7 +23,7 @@ from deepnmt.data.text import count_pairs, read_lines, read_pairs
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import system_names, text_name, texts_folder
 from deepnmt.evaluate.metrics import EvaluationSet, compare, digits_of, line_of, score_lines
-from deepnmt.files import atomic_write, read_log
+from deepnmt.files import atomic_write, make_parent_folder, read_log, reporting
 from deepnmt.pages import html_table, page, plotted
 from deepnmt.plots import GREY, panels, plot_learning_curve, save, style
 from deepnmt.progress import show_progress
@@ -73,6 +73,7 @@ def write_report(recipes: Sequence[Recipe], scores: str, output: Path) -> Path:
     runs = [_read(recipe, Path(recipe.run) / scores) for recipe in recipes]
     first, *others = runs
     folders = [recipe.run for recipe in recipes]
+    make_parent_folder(output)
     names = list(first.sets)
     for other in others:
         names = [name for name in names if other.sets.get(name) == first.sets[name]]
@@ -89,13 +90,8 @@ def write_report(recipes: Sequence[Recipe], scores: str, output: Path) -> Path:
             parts += _differences(runs, labels, name)
         else:
             parts += _best_and_worst(first, name)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(output) as stream:
-            stream.write(page(f"Report: {' and '.join(labels)}", parts))
-    except OSError as error:
-        raise UserError(f"the report cannot be written to {output}: {error.strerror or error}; give another file"
-                        ) from None
+    with reporting(f"file {output}", "set --output to a file that can be"), atomic_write(output) as stream:
+        stream.write(page(f"Report: {' and '.join(labels)}", parts))
     return output
 
 
@@ -123,6 +119,10 @@ def _read(recipe: Recipe, file: Path) -> Evaluated:
             lang = test.trg_lang
         sets[name] = EvaluationSet(name, list(read_lines(Path(f"{stem}.src"))), references, lang)
         translations[name] = list(read_lines(Path(f"{stem}.hyp")))
+        lines, sources = len(translations[name]), len(sets[name].sources)
+        if lines != sources:
+            raise UserError(f"{stem}.hyp has {lines} lines, but {stem}.src {sources}; run deepnmt evaluate "
+                            f"{recipe.run} again")
     return Evaluated(recipe, scores, sets, translations)
 
 
@@ -142,6 +142,8 @@ def _facts(runs: Sequence[Evaluated], labels: Sequence[str]) -> str:
             search = scores["translate"]
             facts["checkpoint"] = f"{scores['checkpoint']}, update {scores['update']:,}"
             updates = [f"{update:,}" for update in scores["averaged_updates"]]
+            if "ensemble" in scores:
+                facts["in an ensemble with"] = ", ".join(scores["ensemble"])
             facts["averaged updates"] = ", ".join(updates) or "none"
             facts["search"] = f"{search['method']}, beam {search['beam']}, length penalty {search['length_penalty']}"
         columns.append(facts)

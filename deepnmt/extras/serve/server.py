@@ -37,16 +37,16 @@ def serve(
     recipe: Recipe,
     ranks: Ranks,
     *,
-    checkpoints: Folders = (),
-    expected: config.Model | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    batch: int = 64,
-    queue: int = 1000,
-    sentences: int = 100,
-    body: int = 256 * 1024,
-    drain: int = 30,
-    allow_hosts: Sequence[str] = (),
+    checkpoints: Folders,
+    expected: config.Model | None,
+    host: str,
+    port: int,
+    batch: int,
+    queue: int,
+    sentences: int,
+    body: int,
+    drain: int,
+    allow_hosts: Sequence[str],
 ) -> None:
     """Serves a run's model until SIGTERM or SIGINT, which lets the requests that have come be answered.
 
@@ -54,7 +54,7 @@ def serve(
         recipe: of the run; its search settings and seed are used. A sentence's number, on which samples depend, is its
             place in its request.
         ranks: this process and its device.
-        checkpoints, expected: as for `load_models`; without, the run's.
+        checkpoints, expected: as for `load_models`; without checkpoints, the run's.
         host, port: where it listens; port 0: any free one, which it prints.
         batch: sentences translated together.
         queue: sentences that may wait.

@@ -21,7 +21,7 @@ from deepnmt.api import read_recipe, run_training
 from deepnmt.checkpoint.retention import RULES
 from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.extras.tune.plan import Budget, Point, Stages, settings_of, shortened, words
-from deepnmt.files import drop_partial_line, read_log, read_numbered_log
+from deepnmt.files import drop_partial_line, read_log, read_numbered_log, reporting
 from deepnmt.progress import print_status
 from deepnmt.tasks.translation.collapse import has_collapsed
 from deepnmt.tasks.translation.source_use import SourceUse
@@ -29,6 +29,7 @@ from deepnmt.training.divergence import Diverged
 from deepnmt.training.reporters import clock
 
 Record = Mapping[str, Any]
+AGAIN = "free disk space, and repeat the command, which takes up its trials"  # where nothing can be written
 LEAST_WORTH = 0.01  # nats a target token; a source that is worth less is not used
 
 
@@ -61,11 +62,15 @@ class Trials:
     _known: dict[str, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        file = self.folder / "trials.jsonl"
-        drop_partial_line(file)
-        for _, record in read_numbered_log(file):
+        drop_partial_line(self.file)
+        for _, record in read_numbered_log(self.file):
             if isinstance(record, dict) and "key" in record:
                 self._known[record["key"]] = record
+
+    @property
+    def file(self) -> Path:
+        """Of the records."""
+        return self.folder / "trials.jsonl"
 
     def run(self, stage: str, point: Point, updates: int, seed: int, deep: bool = False) -> Record:
         """The record of a trial, which is trained if there is none.
@@ -91,7 +96,7 @@ class Trials:
             figures = _train(read_recipe(recipe, {"run": str(folder)}), self.folder / "training.log")
             record = {"key": key, "stage": stage, "point": dict(point), "model": model, "updates": updates,
                       "seed": seed, "cost": cost, **figures, "seconds": round(time.monotonic() - begun, 1)}
-            with open(self.folder / "trials.jsonl", "a", encoding="utf-8") as file:
+            with reporting(str(self.file), AGAIN), open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             shutil.rmtree(folder, ignore_errors=True)
             print_status(f"  {result(record)} ({record['seconds']:.0f} s)")

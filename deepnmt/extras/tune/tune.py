@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -29,9 +31,9 @@ from deepnmt.extras.tune.plan import (
     tuned_at,
     words,
 )
-from deepnmt.extras.tune.trials import Record, TimeIsOver, Trials, layers_of, result
+from deepnmt.extras.tune.trials import AGAIN, Record, TimeIsOver, Trials, layers_of, result
 from deepnmt.extras.tune.written import file_to_write, write_tuned
-from deepnmt.files import make_run_folder, markdown_table, table, write_json, write_text
+from deepnmt.files import make_run_folder, markdown_table, reporting, table, write_json, write_text
 from deepnmt.training.task import find_task
 
 
@@ -44,14 +46,13 @@ class Candidate:
 
 
 def tune(
-    recipe: Recipe, budget: Budget, origin: str, write: Path | None = None, *, processes: int = 1,
-    replace: bool = False,
+    recipe: Recipe, budget: Budget, origin: str, write: Path | None, *, processes: int, replace: bool
 ) -> str:
     """Searches, and writes the recipe with the best settings.
 
     Args:
         origin: where the recipe is from: a file, a shipped name or the folder of a run.
-        write: the file to write.
+        write: the file to write; None: beside the recipe.
         processes: that training will use.
         replace: whether a file of that name may be there.
 
@@ -64,8 +65,8 @@ def tune(
     output = Path(recipe.run) / "tune"
     summary = output / "tune.json"
     written = None
-    if summary.is_file():
-        written = json.loads(summary.read_text(encoding="utf-8")).get("written")
+    with suppress(OSError, ValueError, AttributeError):  # there is none yet, or it is damaged
+        written = json.loads(summary.read_bytes()).get("written")
     file = file_to_write(origin, write, written, replace)
     task = find_task(recipe.task)
     task.check(recipe)
@@ -80,13 +81,15 @@ def tune(
         over = (f"The {budget.seconds / 60:g} minutes are over after {len(trials.done)} of {planned} trials; "
                 "the same command with more of them goes on.")
     rows = rows_of(trials)
-    write_text(output / "tune.md", f"{markdown_table(rows)}\n")
+    with reporting(str(output), AGAIN):
+        write_text(output / "tune.md", f"{markdown_table(rows)}\n")
     best = choose(trials)
     if best is None:
         raise UserError(f"{failure(trials)}, so no recipe is written ({output / 'tune.md'} has the trials); give "
                         f"longer ones, for example --updates {min(2 * budget.updates, recipe.train.updates)}, or "
                         f"another block (docs/guide/which_block.md). {over}".rstrip())
-    plot_trials(trials, output / "tune.png", Path(recipe.run).absolute().name)
+    with reporting(str(output), AGAIN):
+        plot_trials(trials, output / "tune.png", Path(recipe.run).absolute().name)
     report = [table(rows, 2), *sentences(trials, best)]
     if over:
         report.append(over)
@@ -97,8 +100,9 @@ def tune(
     tuned = read_recipe(recipe, {**settings_of(recipe, best.point, recipe.train.updates),
                                  "run": f"{recipe.run.rstrip('/')}_tuned"})
     text = write_tuned(file, origin, tuned)
-    write_json(summary, {"point": dict(best.point), "file": str(file), "written": text})
-    report += [f"{file}: {words(best.point)}; run: {tuned.run}", f"next: deepnmt run {file}"]
+    with reporting(str(output), AGAIN):
+        write_json(summary, {"point": dict(best.point), "file": str(file), "written": text})
+    report += [f"{file}: {words(best.point)}; run: {tuned.run}", f"next: {shlex.join(['deepnmt', 'run', str(file)])}"]
     return "\n".join(report)
 
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from refusals import Refused
+from refusals import Refused, user_error
 from warm import Warm
 
 from deepnmt.cli import main
-from deepnmt.extras.check_cluster.check import judge
+from deepnmt.extras.check_cluster.check import _all_reduce_seconds, judge
 from deepnmt.processes.handshake import core_shares, decide_on_start, differing
+from deepnmt.processes.ranks import Ranks
 
 HEALTHY: dict[str, Any] = {
     "device": "cuda", "deepnmt": "0.3.0 (12345678)", "torch": "2.13.0", "deepspeed": "0.19.8", "python": "3.11.7",
@@ -99,3 +100,5 @@ def test_a_task_that_prepares_nothing(tmp_path: Path, warm: Warm) -> None:
 
 def test_it_needs_several_processes(prepared: Path, refused: Refused) -> None:
     assert "there is nothing to compare; start it as you start" in refused("check-cluster", prepared / "recipe.yaml")
+    with user_error("there is not enough memory .*; give a smaller --mb"):
+        _all_reduce_seconds(Ranks.alone(), 2**60)

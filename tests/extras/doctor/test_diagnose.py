@@ -15,7 +15,6 @@ import torch
 from refusals import Refused
 from run_files import records, scalars
 
-import deepnmt.extras.doctor.diagnose
 from deepnmt.batch import Batch
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
@@ -23,11 +22,13 @@ from deepnmt.config import Recipe, load_recipe, with_settings
 from deepnmt.data.batching import Stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.errors import UserError
+from deepnmt.extras.doctor import diagnose as doctor
 from deepnmt.extras.doctor.diagnose import (
     Clock,
     Subject,
     checkpoint_displacements,
     course,
+    default_checkpoint,
     first_batch,
     growth,
     judge,
@@ -49,6 +50,11 @@ ONE = "parallel.threads=1"
 RISING = "'optimizer.lr_factors={encoder: 0.1}' optimizer.lr_factors_until=3"  # a quarter of the recipe's updates
 LAYOUTS = Path(__file__).parents[3] / "ds_configs"
 PICTURES = {"dependency", "change", "gradients", "matrices", "places", "likeness", "ranges", "half"}
+
+
+def small(prepared: Path, *changes: str) -> Recipe:
+    """The recipe of the prepared text with settings changed."""
+    return load_recipe(prepared / "recipe.yaml", changes)
 
 
 def subject_for(recipe: Recipe, checkpoint: Path | None = None, tokens: int = 60) -> Subject:
@@ -73,8 +79,11 @@ def write_rule(folder: Path, learns: bool) -> str:
 
 def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "train.updates=5000", ONE]
+    folder = tmp_path / "diagnosis"
+    folder.mkdir()
+    (folder / "moved.png").write_text("of an earlier one")
     assert main("diagnose", [*words, "--rule", write_rule(tmp_path, True)]) == 0
-    said, folder = capsys.readouterr(), tmp_path / "diagnosis"
+    said = capsys.readouterr()
     assert re.search(r"^verdict +after 5,000 updates: translates 0\.\d\d, the target side only 0\.\d\d, stuck or "
                      r"diverging 0\.\d\d", said.out, flags=re.MULTILINE)
     assert [line.split(", after ")[0] for line in said.err.splitlines() if " of 7, after " in line] == [
@@ -101,7 +110,7 @@ def test_a_recipe_before_training(prepared: Path, tmp_path: Path, capsys: pytest
 
 
 def test_the_model_is_as_before_after_its_trial(prepared: Path, tmp_path: Path) -> None:
-    subject = subject_for(load_recipe(prepared / "recipe.yaml"))
+    subject = subject_for(small(prepared))
     before = {name: tensor.clone() for name, tensor in subject.model.state_dict().items()}
     half = HalfZeros(1.0, True, {}, {})
     judge(subject, VerdictRule.load(Path(write_rule(tmp_path, True))), half, Clock(), updates=100)
@@ -115,14 +124,14 @@ def test_numbers_of_updates() -> None:
 def test_a_predicted_failure_rates_other_recipes(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "MAX_LOST", -1.0)  # so that fp16 always fails
-    measured, shares = deepnmt.extras.doctor.diagnose.half_zeros, []
+    monkeypatch.setattr(doctor, "MAX_LOST", -1.0)  # so that fp16 always fails
+    measured, shares = doctor.half_zeros, []
 
     def keep(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
         shares.append(accumulation)
         return measured(model, batch, scale, accumulation)
 
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "half_zeros", keep)
+    monkeypatch.setattr(doctor, "half_zeros", keep)
     words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "schedule.warmup=0", "batch.accumulation=3", ONE,
              "train.updates=40", "--tokens", "60"]
     fp16 = f"parallel.ds_config={LAYOUTS}/zero1_fp16.json"
@@ -176,7 +185,7 @@ def test_with_no_minutes_there_is_the_verdict_alone(prepared: Path, tmp_path: Pa
 
 
 def test_no_other_recipe_is_tried_when_time_is_up(prepared: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", ["train.updates=40"])
+    recipe = small(prepared, "train.updates=40")
     subject, rule = subject_for(recipe), VerdictRule.load(Path(write_rule(tmp_path, False)))
     found = judge(subject, rule, HalfZeros(1.0, True, {}, {}), Clock(seconds=0.1))
     assert [*found["instead"]] == ["train.updates=120", "train.updates=400"]  # which need no further trial
@@ -184,7 +193,7 @@ def test_no_other_recipe_is_tried_when_time_is_up(prepared: Path, tmp_path: Path
 
 
 def test_other_initial_weights_are_tried_only_if_they_differ(prepared: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=b2t", "model.decoder.init=depth_scaled"])
+    recipe = small(prepared, "model.encoder.block=b2t", "model.decoder.init=depth_scaled")
     assert not any("init" in name for name in alternatives(recipe))
 
 
@@ -196,35 +205,35 @@ def test_other_initial_weights_are_tried_only_if_they_differ(prepared: Path) -> 
                 "optimizer.lr=0.0005", RISING])])
 def test_what_has_helped_most_is_tried_first(block: str, first: list[str], prepared: Path) -> None:
     words = [f"model.{side}.block={block}" for side in ("encoder", "decoder")]
-    found = alternatives(load_recipe(prepared / "recipe.yaml", words))
+    found = alternatives(small(prepared, *words))
     assert [*found][:len(first)] == first
     optimizer = found[RISING].optimizer
     assert optimizer.lr_factors == {"encoder": 0.1} and optimizer.lr_factors_until == 3
-    slow = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder: 0.3}"]))
+    slow = alternatives(small(prepared, *words, "optimizer.lr_factors={encoder: 0.3}"))
     assert slow["'optimizer.lr_factors={encoder: 0.03}'"].optimizer.lr_factors == {"encoder": pytest.approx(0.03)}
-    parts = alternatives(load_recipe(prepared / "recipe.yaml", [*words, "optimizer.lr_factors={encoder.layers: 0.5}"]))
+    parts = alternatives(small(prepared, *words, "optimizer.lr_factors={encoder.layers: 0.5}"))
     assert "'optimizer.lr_factors={encoder: 0.1, encoder.layers: 0.05}'" in parts
 
 
 def test_no_rate_of_what_is_frozen_and_no_part_that_another_block_lacks_is_tried(prepared: Path) -> None:
     encoder_alone = [RISING, "'optimizer.lr_factors={encoder: 0.05}'"]
     for frozen, tried in (("encoder", []), ("encoder.layers", []), ("enc*", []), ("decoder", encoder_alone)):
-        found = alternatives(load_recipe(prepared / "recipe.yaml", [f"train.freeze=[{frozen}]"]))
+        found = alternatives(small(prepared, f"train.freeze=[{frozen}]"))
         assert [name for name in found if "lr_factors" in name] == tried
         assert "optimizer.lr=0.0005" in found
-    omega = alternatives(load_recipe(prepared / "recipe.yaml", ['optimizer.lr_factors={"*.omegas": 0.1}']))
+    omega = alternatives(small(prepared, 'optimizer.lr_factors={"*.omegas": 0.1}'))
     assert omega and not any("block=" in name for name in omega)
 
 
 def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=post_ln", "model.decoder.block=pre_ln"])
+    recipe = small(prepared, "model.encoder.block=post_ln", "model.decoder.block=pre_ln")
     found = alternatives(recipe)
     tried = found["model.encoder.block=pre_ln model.decoder.block=pre_ln"].model
     assert (tried.encoder.block, tried.decoder.block) == ("pre_ln", "pre_ln")
     rates = {name: each.optimizer.lr for name, each in found.items() if name.startswith("optimizer.lr=")}
     assert rates == {f"optimizer.lr={name}": pytest.approx(rate, rel=1e-9) for name, rate in (
         ("0.0005", 5e-4), ("0.00167", 5e-3 / 3), ("0.015", 1.5e-2), ("0.05", 5e-2))}
-    plain = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"])
+    plain = small(prepared, "model.encoder.block=pre_ln", "model.decoder.block=pre_ln")
     assert "model.encoder.block=pre_ln model.decoder.block=pre_ln" not in alternatives(plain)
     blocks = {other.model.encoder.block for other in alternatives(plain).values()}
     assert blocks == {"pre_ln", "b2t", "deepnorm", "admin", "t_fixup"}
@@ -239,11 +248,11 @@ def test_higher_and_lower_rates_and_the_blocks_of_a_hybrid_are_tried(prepared: P
     ("schedule.start=0.002",), ('optimizer.lr_factors={"*.ffn": 2.0}',),
     ("schedule.name=wsd", "schedule.decay=12", "schedule.warmup=0")])
 def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepared: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", [*overrides])
+    recipe = small(prepared, *overrides)
     offers = alternatives(recipe)
     assert any(line.startswith("'optimizer.lr_factors={encoder: 0.1") for line in offers)
     for line, offered in offers.items():
-        given = load_recipe(prepared / "recipe.yaml", [*overrides, *shlex.split(line)])
+        given = small(prepared, *overrides, *shlex.split(line))
         assert given.optimizer.lr == pytest.approx(offered.optimizer.lr, rel=1e-2)
         for name in ("lr_factors", "lr_factors_until"):
             assert getattr(given.optimizer, name) == getattr(offered.optimizer, name)
@@ -254,14 +263,14 @@ def test_alternatives_work_on_the_command_line(overrides: tuple[str, ...], prepa
 def test_admin_starts_from_the_same_profile_as_in_the_run(prepared: Path, tmp_path: Path) -> None:
     odd = AdminProfile([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5], {})
     odd.save(tmp_path / "odd.json")
-    ours = load_recipe(prepared / "recipe.yaml", [f"admin.profile={tmp_path}/odd.json"])
+    ours = small(prepared, f"admin.profile={tmp_path}/odd.json")
 
     def omegas(recipe: Recipe) -> list[float]:
         parameters = subject_for(recipe).model.named_parameters()
         return [float(tensor.detach()[0]) for name, tensor in parameters if ".omegas." in name]
 
     assert omegas(ours) == [*odd.encoder, *odd.decoder]
-    measured = load_recipe(prepared / "recipe.yaml")
+    measured = small(prepared)
     begun = profile_for(measured, open_prepared(measured), Ranks.alone())  # on admin.tokens, not on the batch
     assert begun is not None and omegas(measured) == pytest.approx([*begun.encoder, *begun.decoder])
 
@@ -303,7 +312,7 @@ def test_a_run_and_its_checkpoints(
     assert [growth["depths"] for growth in (*noise.values(), *update.values())] == [[1, 2]] * 4
     assert f"one update at rate {found['change']['update']['rate']:g}, layer by layer" in found["growth"]
     assert found["about"]["checkpoint"].endswith("update-00000006")
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "SHIPPED", tmp_path / "none.json")
+    monkeypatch.setattr(doctor, "SHIPPED", tmp_path / "none.json")
     assert main("diagnose", [str(run), "--fresh", "--tokens", "60", ONE]) == 0
     assert read(run / "diagnosis")["verdict"] is None and "this version has no verdict rule" in capsys.readouterr().out
     probed = {tag: points for tag, points in scalars(run).items() if tag.startswith("probe/")}
@@ -313,7 +322,7 @@ def test_a_run_and_its_checkpoints(
 
 
 def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
-    subject = subject_for(load_recipe(prepared / "recipe.yaml", ["model.encoder.layers=6", "model.decoder.layers=2"]))
+    subject = subject_for(small(prepared, "model.encoder.layers=6", "model.decoder.layers=2"))
     model, batch = subject.model, subject.batch
     whole = noise_change(model, batch)
     moved = update_change(model, batch, lambda: one_update(model, subject.recipe, batch))[0]
@@ -328,7 +337,7 @@ def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:
 
 
 def test_shallower_models_lack_the_layer_that_a_setting_names(prepared: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", ["train.guided_layer=2"])
+    recipe = small(prepared, "train.guided_layer=2")
     subject = subject_for(recipe)
     nothing = {"encoder": [0.0], "decoder": [0.0]}
     assert growth(subject, nothing, nothing, gradients(subject.model, subject.batch))[1]["depths"] == [1.0, 2.0]
@@ -338,7 +347,7 @@ def test_frozen_parts_are_examined_like_the_others(prepared: Path) -> None:
     """The gradients of a part do not depend on what was trained before they were measured."""
     norms = []
     for frozen in ("[]", "[embeddings,encoder,decoder.layers.1]"):
-        subject = subject_for(load_recipe(prepared / "recipe.yaml", [f"train.freeze={frozen}"]))
+        subject = subject_for(small(prepared, f"train.freeze={frozen}"))
         model, batch = subject.model, subject.batch
         update_change(model, batch, lambda: one_update(model, subject.recipe, batch))  # noqa: B023
         norms.append(gradients(model, batch))
@@ -348,7 +357,7 @@ def test_frozen_parts_are_examined_like_the_others(prepared: Path) -> None:
 def test_a_ramp_is_as_the_first_update_has_it(prepared: Path) -> None:
     """An update that changes no weight then changes no output."""
     ramps = ["model.encoder.ramp=100", "model.decoder.ramp=100"]
-    subject = subject_for(load_recipe(prepared / "recipe.yaml", ["optimizer.lr=1e-30", *ramps]))
+    subject = subject_for(small(prepared, "optimizer.lr=1e-30", *ramps))
     model, batch = subject.model, subject.batch
     changes, _ = update_change(model, batch, lambda: one_update(model, subject.recipe, batch))
     assert changes == {"encoder": [0.0], "decoder": [0.0]}
@@ -359,7 +368,7 @@ def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:
     """RAdam's first updates are plain momentum, and not scaled as its later ones are."""
     weights = []
     for name in ("adam", "radam"):
-        subject = subject_for(load_recipe(prepared / "recipe.yaml", [f"optimizer.name={name}"]))
+        subject = subject_for(small(prepared, f"optimizer.name={name}"))
         one_update(subject.model, subject.recipe, subject.batch)
         weights.append(subject.model.state_dict())
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
@@ -375,7 +384,7 @@ def test_a_damaged_checkpoint_is_skipped(
     newest = tmp_path / "checkpoints" / "update-00000006"
     loaded = load_model(newest)
     reached = replace(loaded, state=replace(loaded.state, loss_scale={"scale": 512.0, "clean": 3}))
-    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "load_model", lambda _folder: reached)
+    monkeypatch.setattr(doctor, "load_model", lambda _folder: reached)
     subject = subject_for(load_recipe(tmp_path), newest)
     assert [(pair["update"], pair["until"]) for pair in checkpoint_displacements(subject)] == [(2, 6)]
     assert "update-00000004 is damaged" in capsys.readouterr().err
@@ -407,8 +416,8 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
                           "model.encoder.block=fixup", "model.decoder.block=dlcl"]) == 0
 
     def look(folder: Path, run: Path) -> dict[str, Any]:
-        found = deepnmt.extras.doctor.diagnose.examine(subject_for(load_recipe(run), folder), None)
-        assert folder.name in deepnmt.extras.doctor.diagnose.summary(found) and "verdict" not in found
+        found = doctor.examine(subject_for(load_recipe(run), folder), None)
+        assert folder.name in doctor.summary(found) and "verdict" not in found
         change = found["change"]["update"]
         assert math.isfinite(change["loss_after"]) and change["loss_after"] != change["loss_before"]
         return found
@@ -423,14 +432,16 @@ def test_checkpoints_of_every_kind(prepared: Path, tmp_path: Path) -> None:
     assert [(pair["update"], pair["until"]) for pair in found["moved"]] == [(2, 4)]
     assert min(found["moved"][0]["updates"].values()) > 0 and len(found["dependency"]["decoder"]) == 3 * 2 + 1
     assert found["gradients"].places == {}
+    (admin / "checkpoints").rename(tmp_path / "gone")
+    assert default_checkpoint(load_recipe(admin), None, True) == admin / "averaged"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path}"])
+    recipe = small(prepared, f"run={tmp_path}")
     found = []
     for name in ("cpu", "cuda"):
-        deepnmt.extras.doctor.diagnose.diagnose(recipe, torch.device(name), output=tmp_path / name, tokens=60)
+        doctor.diagnose(recipe, torch.device(name), output=tmp_path / name, tokens=60)
         found.append(read(tmp_path / name))
     cpu, gpu = found
     assert cpu["about"]["device"] == "cpu" and gpu["about"]["device"].startswith("cuda")
@@ -445,7 +456,7 @@ def test_a_gpu_finds_what_a_cpu_finds(prepared: Path, tmp_path: Path) -> None:
 
 
 def test_the_verdict_counts_the_tokens_of_all_processes(prepared: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", ["batch.accumulation=3", "train.updates=10"])
+    recipe = small(prepared, "batch.accumulation=3", "train.updates=10")
     subject, rule = subject_for(recipe), VerdictRule.load(Path(write_rule(tmp_path, True)))
     half = HalfZeros(1.0, True, {}, {})
     alone, four = (judge(subject, rule, half, Clock(0.1), count)["features"]["batch"] for count in (1, 4))
@@ -455,7 +466,7 @@ def test_the_verdict_counts_the_tokens_of_all_processes(prepared: Path, tmp_path
 
 
 def test_a_batch_of_one_sentence_is_rejected(prepared: Path) -> None:
-    recipe = load_recipe(prepared / "recipe.yaml", [])
+    recipe = small(prepared)
     data = open_prepared(recipe)
     split = data.split("train")
     longest = max(int(split.src_lengths.max()), int(split.trg_lengths.max()))
@@ -513,6 +524,8 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
     ):
         name, *words = command.split()
         assert message in refused(name, recipe, run, *words)
+    monkeypatch.setattr(doctor, "examine", lambda *_: torch.empty(2**60))
+    assert "there is not enough memory" in refused("diagnose", recipe, run, ONE)
     # in the recipe file itself the setting is allowed
     assert main("train", [str(recipe), f"run={tmp_path}/dry", *plain.split(), "--dry-run"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "2")

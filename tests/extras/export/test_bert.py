@@ -117,7 +117,7 @@ def test_other_models_are_refused(model: dict[str, Any], expected: str, tmp_path
 
 
 def test_weights_that_are_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
-    """An import has none, and a difference that is none is no proof."""
+    """An import has none, nor other things in their place, and a difference that is none is no proof."""
     write_run(tmp_path / "run")
     assert main("export", [str(tmp_path / "run"), "--to", "bert"]) == 0
     folder = tmp_path / "run" / "bert"
@@ -127,6 +127,12 @@ def test_weights_that_are_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     weights["cls.predictions.bias"][7] = float("nan")
     save_file(weights, folder / "model.safetensors")
     assert "has weights that are no numbers, in head.bias" in refused("import", folder, tmp_path / "again")
+    (folder / "model.safetensors").unlink()
+    one = torch.tensor(1.0)  # which has no shape
+    key = {**weights, "bert.encoder.layer.0.attention.self.key.bias": one}
+    for content in ([1], {1: one}, key, {**weights, "cls.predictions.bias": one}):
+        torch.save(content, folder / "pytorch_model.bin")
+        refused("import", folder, tmp_path / "again")
     assert not (tmp_path / "again").exists()
     monkeypatch.setattr(bert, "_compare", lambda *_: (float("nan"), 1.0))
     assert "differ by nan" in refused("export", tmp_path / "run", "--to", "bert", "--output", tmp_path / "out")
@@ -145,6 +151,9 @@ def test_a_wrong_weight_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bert, "to_bert", wrong)
     assert "differ by" in refused("export", tmp_path / "run", "--to", "bert")
     assert not (tmp_path / "run" / "bert").exists()
+
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     assert "has no number for 'hidden_size'" in refused("import", tmp_path / "hf", tmp_path / "new")
+    assert "run/recipe.yaml cannot be written: File exists; set RUN to" in refused(
+        "import", tmp_path / "hf", tmp_path / "run" / "recipe.yaml" / "new")

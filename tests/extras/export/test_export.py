@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +169,23 @@ print(json.dumps(translations))
 
 
 def test_the_card_of_a_norwegian_model(tmp_path: Path) -> None:
-    """YAML takes `no` for false. Languages and name are those of the model, whatever run it is exported into."""
+    """YAML takes `no` for false. Languages, name and scores are the model's own, whatever run it is exported into."""
     other = loaded_of(config.Model(width=16, heads=2, ffn=32), tmp_path)
     loaded = replace(other, recipe=config.with_settings(other.recipe, {"data.trg_lang": "no", "run": "runs/nordic"}))
-    card = model_card("onnx", loaded, other.recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "mine: #1")
-    head = yaml.safe_load(card.split("---\n")[1])
+    own = {"checkpoint": str(tmp_path), "sets": {"t": {"bleu": 40.5, "bleu_signature": "x"}}}
+    ensemble = {**own, "sets": {"t": {"bleu": 41.5, "bleu_signature": "x"}}, "ensemble": ["another"]}
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, scores in {"": own, "-two": ensemble, "-list": [], "-odd": {"checkpoint": None}}.items():
+        (run / f"scores{name}.json").write_text(json.dumps(scores))
+    card = partial(model_card, "onnx", recipe=other.recipe, proof=Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""))
+    text = card(loaded, licence="mine: #1")
+    head = yaml.safe_load(text.split("---\n")[1])
     assert (head["language"], head["license"]) == ([loaded.recipe.data.src_lang, "no"], "mine: #1")
-    assert f"\n# nordic: {loaded.recipe.data.src_lang} to no\n" in card
-    inside = replace(loaded, folder=Path(other.recipe.run) / "checkpoints" / "averaged")  # of a run that was renamed
-    card = model_card("onnx", inside, other.recipe, Proof(1, 1, 0.0, 1, 0, 1.0, 1.0, 0.0, ""), "")
-    assert f"\n# {Path(other.recipe.run).name}: " in card
+    assert f"\n# nordic: {loaded.recipe.data.src_lang} to no\n" in text
+    assert "| bleu, t | 40.50 |" in text and "41.5" not in text
+    inside = replace(loaded, folder=run / "checkpoints" / "averaged")  # of a run that was renamed
+    assert "\n# run: " in card(inside, licence="")
 
 
 @pytest.mark.parametrize("to", list(LIBRARIES))

@@ -171,6 +171,17 @@ def test_models_that_deepnmt_cannot_compute_are_refused(tmp_path: Path, refused:
     assert "has neither a config.json" in refused("import", tmp_path / "empty", tmp_path / "run")
 
 
+def refused_with(content: Any, file: Path, refused: Refused) -> None:
+    """A folder is no model any more, and no run comes of it, if one of its files has this content."""
+    if isinstance(content, str):
+        file.write_bytes(content.encode("latin-1"))
+    else:
+        torch.save(content, file)
+    run = file.parent.with_name("run")
+    refused("import", file.parent, run)
+    assert not run.exists()
+
+
 CONFIG_FAULTS = ["[]", "null", "3", "{}", '{"model_type": "marian"}', "{", "\xff"]
 VOCAB_FAULTS = ["[]", '{"a": "1"}x', '{"<unk>": "one"}', '{"</s>": 0, "<pad>": 2}',
                 '{"</s>": 0, "<unk>": 1, "<pad>": 2, "x": 900}', '{"</s>": 0, "<unk>": 1, "<pad>": -2}']
@@ -188,12 +199,7 @@ def test_a_marian_folder_that_is_none(tmp_path: Path, refused: Refused, file: st
     opus_folder(tmp_path / "opus")
     if file == "pytorch_model.bin":
         (tmp_path / "opus" / "model.safetensors").unlink()
-    if isinstance(content, str):
-        (tmp_path / "opus" / file).write_bytes(content.encode("latin-1"))
-    else:
-        torch.save(content, tmp_path / "opus" / file)
-    refused("import", tmp_path / "opus", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    refused_with(content, tmp_path / "opus" / file, refused)
 
 
 @pytest.mark.parametrize(("file", "content"), [
@@ -204,9 +210,4 @@ def test_a_marian_folder_that_is_none(tmp_path: Path, refused: Refused, file: st
 ], ids=range(7))
 def test_a_fairseq_folder_that_is_none(tmp_path: Path, refused: Refused, file: str, content: Any) -> None:
     fairseq_folder(tmp_path / "fairseq", pre=False)
-    if isinstance(content, str):
-        (tmp_path / "fairseq" / file).write_bytes(content.encode("latin-1"))
-    else:
-        torch.save(content, tmp_path / "fairseq" / file)
-    refused("import", tmp_path / "fairseq", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    refused_with(content, tmp_path / "fairseq" / file, refused)

@@ -142,8 +142,12 @@ train: {updates: 1}
     return tmp_path
 
 
-def lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").split("\n")
+def get() -> None:
+    assert main("get", ["my.yaml"]) == 0
+
+
+def lines(text: str) -> list[str]:
+    return Path("text", text).read_text(encoding="utf-8").split("\n")
 
 
 def test_texts_come_in_order_after_their_sizes_and_licences(
@@ -155,17 +159,18 @@ def test_texts_come_in_order_after_their_sizes_and_licences(
                           ("Statmt-mine-1-deu-eng", "mtdata names none; cite bojar")):
         row = next(line for line in said.splitlines() if name in line)
         assert licence in row and " MB" in row and files[1] in row
-    assert main("get", ["my.yaml"]) == 0
+    get()
     assert "train" in capsys.readouterr().out
-    assert lines(place / "text/train.en") == ["the dog", "the  \xa0cat", *EN, ""]
-    assert lines(place / "text/train.de") == ["der Hund", "die Katze", *DE, ""]
-    assert lines(place / "text/news.en") == ["a tree", "a child", ""]
-    assert lines(place / "text/news.de") == ["ein Baum", "ein Kind", ""]
+    assert lines("train.en") == ["the dog", "the  \xa0cat", *EN, ""]
+    assert lines("train.de") == ["der Hund", "die Katze", *DE, ""]
+    assert lines("news.en") == ["a tree", "a child", ""]
+    assert lines("news.de") == ["ein Baum", "ein Kind", ""]
     record = json.loads((place / "text/train.en.source.json").read_text())
     assert record["lines"] == 5 and record["downloads"][f"{files[1]}/more.tsv"] == {
         "bytes": len(TSV.encode()), "sha256": hashlib.sha256(TSV.encode()).hexdigest()}
     assert sorted(Handler.asked) == ["/corpus.tgz", "/more.tsv", "/test.tgz"]
-    assert main("get", ["my.yaml"]) == 0 and len(Handler.asked) == 3, "nothing is fetched twice"
+    get()
+    assert len(Handler.asked) == 3, "nothing is fetched twice"
 
 
 @pytest.mark.parametrize("status", [403, 405, 501])
@@ -173,16 +178,18 @@ def test_a_server_that_tells_no_sizes(
     place: Path, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Handler, "no_head", status)
-    assert main("get", ["my.yaml"]) == 0 and len(lines(place / "text/train.en")) == 6
+    get()
+    assert len(lines("train.en")) == 6
     assert "unknown" in capsys.readouterr().err
 
 
 def test_a_record_from_elsewhere_holds(place: Path, files: tuple[Path, str], refused: Refused) -> None:
     """Here the server's corpus has changed since."""
-    assert main("get", ["my.yaml"]) == 0
+    get()
     record = place / "text/train.en.source.json"
     (place / "text/train.de").unlink()
-    assert main("get", ["my.yaml"]) == 0 and lines(place / "text/train.de")[0] == "der Hund"
+    get()
+    assert lines("train.de")[0] == "der Hund"
     for file in (place / "text/train.en", place / "text/train.de", *(place / "cache").rglob("more.tsv")):
         file.unlink()
     (files[0] / "more.tsv").write_text(TSV.replace("dog", "cow"), encoding="utf-8")
@@ -190,7 +197,8 @@ def test_a_record_from_elsewhere_holds(place: Path, files: tuple[Path, str], ref
         assert "is not the file of text/train.en.source.json: its SHA-256 is" in refused("get", "my.yaml")
         assert not (place / "text/train.en").exists() and not list((place / "text").glob(".tmp*"))
         record.unlink()
-        assert main("get", ["my.yaml"]) == 0 and lines(place / "text/train.en")[0] == "the cow"
+        get()
+        assert lines("train.en")[0] == "the cow"
     finally:
         (files[0] / "more.tsv").write_text(TSV, encoding="utf-8")
     (place / "text/train.en").write_text("other\n", encoding="utf-8")
@@ -220,7 +228,12 @@ def test_mistakes(place: Path, refused: Refused, old: str, new: str, said: str) 
     if said:
         assert said in refused("get", "my.yaml") and not (place / "text").exists()
     else:
-        assert main("get", ["my.yaml"]) == 0
+        get()
+
+
+def test_downloads_have_no_folder(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnmt.extras.fetch.fetch._mtdata_sources", lambda _: Path("my.yaml/x").mkdir())
+    assert "mtdata's folder of downloads cannot be written: Not a directory; name" in refused("get", "my.yaml")
 
 
 def test_half_a_download_and_a_wrong_sum(place: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +333,8 @@ def test_a_text_comes_again_after_a_refusal(place: Path, refused: Refused) -> No
     Handler.raw["/corpus.tgz"] = answer(WHOLE[:-60])
     assert "is no whole" in refused("get", "my.yaml")
     Handler.raw.clear()
-    assert main("get", ["my.yaml"]) == 0 and lines(place / "text/train.en") == ["the dog", "the  \xa0cat", *EN, ""]
+    get()
+    assert lines("train.en") == ["the dog", "the  \xa0cat", *EN, ""]
 
 
 def test_an_archive_writes_nowhere_else(place: Path) -> None:
@@ -332,15 +346,16 @@ def test_an_archive_writes_nowhere_else(place: Path) -> None:
         ("training", tarfile.SYMTYPE, str(outside)), ("training/evil", tarfile.REGTYPE, "x"),
         ("../../../evil", tarfile.REGTYPE, "x"), (str(outside / "evil"), tarfile.REGTYPE, "x"),
         ("fifo", tarfile.FIFOTYPE, ""), DE_FILE, EN_FILE))
-    assert main("get", ["my.yaml"]) == 0
-    assert lines(place / "text/train.en") == ["the dog", "the  \xa0cat", "a house", ""]
+    get()
+    assert lines("train.en") == ["the dog", "the  \xa0cat", "a house", ""]
     assert not list(outside.iterdir()) and not list(place.rglob("evil"))
 
 
 def test_a_zip_and_a_name_in_it(place: Path, refused: Refused) -> None:
     """A link in a ZIP is a file whose mode says so."""
     Handler.raw["/corpus.tgz"] = answer(zip_of(training__a_de="ein Haus\n", training__a_en="a house\n"))
-    assert main("get", ["my.yaml"]) == 0 and lines(place / "text/train.de")[2:] == ["ein Haus", ""]
+    get()
+    assert lines("train.de")[2:] == ["ein Haus", ""]
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("training/a.de", "ein Haus\n")
@@ -356,7 +371,7 @@ def test_a_zip_and_a_name_in_it(place: Path, refused: Refused) -> None:
 def test_a_text_that_may_be_cut_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Content-Length below what the server sends: HTTP ends the body there."""
     Handler.raw["/more.tsv"] = answer(TSV.encode(), Content_Length=str(len(TSV.encode()) - 4))
-    assert main("get", ["my.yaml"]) == 0
+    get()
     assert "more.tsv ends without a line break; it may have been cut" in capsys.readouterr().err
 
 

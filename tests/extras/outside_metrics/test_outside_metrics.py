@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_run
 from refusals import Refused, user_error
+from small_disk import small_disk
 from warm import has_ended, waiting
 
 from deepnmt import config
@@ -128,6 +129,11 @@ def test_what_a_slow_program_has_started_ends_with_it(place: Path) -> None:
     for _ in waiting(60, "what it has started to end"):
         if has_ended(int(Path("started").read_text())):
             break
+
+
+def test_texts_for_which_there_is_no_room(place: Path) -> None:
+    with small_disk(9), user_error("the texts for the program of metrics.mine cannot be written: File too large; fre"):
+        Program(with_metric(COMMAND), "mine").scores({"src": SOURCES, "hyp": SOURCES, "ref": SOURCES})
 
 
 def test_a_program_gets_nothing_of_the_launcher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sacrebleu.tokenizers.tokenizer_spm as tokenizer_spm
 import tiny_run
-from refusals import user_error
+from refusals import Refused, user_error
 
 from deepnmt import config
 from deepnmt.cli import main
@@ -129,7 +129,7 @@ def test_the_help_names_further_runs(capsys: pytest.CaptureFixture[str]) -> None
     assert "further runs, and settings" in " ".join(capsys.readouterr().out.split())
 
 
-def test_runs_that_cannot_be_compared(runs: list[config.Recipe], capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_compared(runs: list[config.Recipe], refused: Refused) -> None:
     one, two = (recipe.run for recipe in runs)
     for words, message in (
         ([one, "nowhere"], "nowhere is neither the folder of a run nor of the form KEY=VALUE"),
@@ -137,13 +137,11 @@ def test_runs_that_cannot_be_compared(runs: list[config.Recipe], capsys: pytest.
         ([one, two, "--checkpoint", two], "names checkpoints of one run, but 2 runs are given"),
         ([one, two, "--hypotheses", "a=test.de"], "would have no effect"),
     ):
-        assert main("evaluate", words) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused("evaluate", *words)
     (Path(two) / "recipe.yaml").write_text(
         f"run: {two}\ntask: speech\ndata: {{folder: a, train: a, valid: a}}\ntrain: {{updates: 1}}\n")
-    for command, message in (("evaluate", "two has data.src_lang none and "), ("report", "two has task: speech, but")):
-        assert main(command, [one, two]) == 2
-        assert message in capsys.readouterr().err
+    assert "two has data.src_lang none and " in refused("evaluate", one, two)
+    assert "two has task: speech, but" in refused("report", one, two)
     other = runs[1].model_copy(update={"data": runs[1].data.model_copy(update={"trg_lang": "fr"})})
     with user_error("has data.trg_lang fr and .* de; compare runs of one pair of languages"):
         evaluate_run(runs[0], others={two: other})
@@ -176,9 +174,11 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     assert f"{scores['chrf']:.2f}" in page and scores["chrf_signature"] in page
     # a metric of the recipe's stands beside the others, or alone
     scores["sets"]["mine"] = {"comet": 0.81234, "comet_signature": "command:comet", "sentences": 18}
+    scores["ensemble"] = ["another"]
     (run / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
     page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
     assert "<th>comet</th>" in page and ">0.8123<" in page and "comet|command:comet" in page
+    assert "<td>another</td>" in page
 
 
 def test_a_report_of_two_runs(
@@ -200,8 +200,14 @@ def test_a_report_of_two_runs(
     words = [word for line in TARGETS for word in re.findall(r"\w+", line)]
     often = sum(words.count(word) < 10 for word in words)
     assert f">{100 * (often - words.count('Hund')) / often:.1f} %<" in page and ">100.0 %<" in page
+    with user_error("file out/page.html cannot be written: File exists; set --output"):
+        write_report(runs, "scores.json", Path("out/page.html"))
+    assert not capsys.readouterr().err, "it is noticed before the work"
     (tmp_path / "two" / "scores" / "mine.src").write_text("x\n" * 18, encoding="utf-8")
     with user_error("were scored on no test set in common"):
+        write_report(runs, "scores.json", tmp_path / "page.html")
+    (tmp_path / "two" / "scores" / "mine.hyp").write_text("x\n", encoding="utf-8")
+    with user_error("mine.hyp has 1 lines, but .*/mine.src 18; run deepnmt evaluate"):
         write_report(runs, "scores.json", tmp_path / "page.html")
     (tmp_path / "two" / "scores.json").write_text('{"systems": {}}', encoding="utf-8")
     with user_error("does not hold the scores of one system"):

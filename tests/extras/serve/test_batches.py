@@ -49,9 +49,13 @@ def run(scenario: Callable[[Batches, Model], Awaitable[None]], most: int = 3, lo
     return model
 
 
-async def begun(model: Model, batches: int) -> None:
-    while len(model.batches) < batches:
+async def busy(batches: Batches, model: Model) -> asyncio.Task[list[list[Hypothesis]]]:
+    """A request that is being translated until the model may."""
+    model.may.clear()
+    first = asyncio.create_task(batches.translate(["a"]))
+    while not model.batches:
         await asyncio.sleep(0.001)
+    return first
 
 
 def texts(answers: list[list[Hypothesis]]) -> list[str]:
@@ -60,9 +64,7 @@ def texts(answers: list[list[Hypothesis]]) -> list[str]:
 
 def test_requests_share_batches_and_keep_their_order() -> None:
     async def scenario(batches: Batches, model: Model) -> None:
-        model.may.clear()
-        first = asyncio.create_task(batches.translate(["a"]))
-        await begun(model, 1)
+        first = await busy(batches, model)
         others = [asyncio.create_task(batches.translate(words)) for words in (["b", "c"], ["d", "e"], [])]
         await asyncio.sleep(0)
         assert batches.waiting == 4
@@ -74,9 +76,7 @@ def test_requests_share_batches_and_keep_their_order() -> None:
 
 def test_a_sentence_that_fails_harms_no_other_request() -> None:
     async def scenario(batches: Batches, model: Model) -> None:
-        model.may.clear()
-        first = asyncio.create_task(batches.translate(["a"]))
-        await begun(model, 1)
+        first = await busy(batches, model)
         good, bad = (asyncio.create_task(batches.translate(words)) for words in (["b"], ["bad", "c"]))
         await asyncio.sleep(0)
         model.may.set()
@@ -90,9 +90,7 @@ def test_a_sentence_that_fails_harms_no_other_request() -> None:
 
 def test_a_full_queue_and_clients_that_go() -> None:
     async def scenario(batches: Batches, model: Model) -> None:
-        model.may.clear()
-        first = asyncio.create_task(batches.translate(["a"]))
-        await begun(model, 1)
+        first = await busy(batches, model)
         gone = asyncio.create_task(batches.translate(["x", "y"]))
         last = asyncio.create_task(batches.translate(["b"]))
         await asyncio.sleep(0)
@@ -108,9 +106,7 @@ def test_a_full_queue_and_clients_that_go() -> None:
 
 def test_who_has_gone_keeps_no_place_in_the_queue() -> None:
     async def scenario(batches: Batches, model: Model) -> None:
-        model.may.clear()
-        first = asyncio.ensure_future(batches.translate(["a"]))
-        await begun(model, 1)
+        first = await busy(batches, model)
         gone = asyncio.ensure_future(batches.translate(["b", "c", "d", "e"]))
         await asyncio.sleep(0)
         assert batches.waiting == 4

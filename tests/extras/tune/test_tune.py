@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from refusals import Refused
+from small_disk import small_disk
 from small_text import tree as language_model_tree
 from small_text import write_texts
 
@@ -123,6 +124,11 @@ def as_measured(recipe: Recipe, log: Path) -> dict[str, Any]:
     return figures(0.5 - abs(math.log(encoder / 0.0019)) / 10 - abs(math.log(optimizer.lr / 0.01)) / 20, 4.0)
 
 
+def tune(file: Path, *words: str, runs: str = "12") -> None:
+    """The command, which succeeds."""
+    assert main("tune", [str(file), "--runs", runs, *words]) == 0
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "tune" / "trials.jsonl").read_text().splitlines()]
 
@@ -149,7 +155,7 @@ def test_the_source_decides_and_no_collapsed_run_with_a_lower_loss(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, as_measured, picture=True)
-    assert main("tune", [str(recipe_file), "--runs", "40"]) == 0
+    tune(recipe_file, runs="40")
     said, records = capsys.readouterr(), lines(recipe_file.parent / "run")
     lowest = min(records, key=lambda record: record["loss"])
     assert lowest["collapsed"]  # by the loss it would be chosen
@@ -169,7 +175,7 @@ def test_the_written_recipe_differs_in_its_rates_alone_and_keeps_comments(
 ) -> None:
     pretend(monkeypatch, as_measured)
     before, file = recipe_file.read_text(), recipe_file.with_name("my_tuned.yaml")
-    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    tune(recipe_file)
     assert recipe_file.read_text() == before
     keys = {change.key for change in changed_settings(load_recipe(recipe_file), load_recipe(file))}
     assert {"run", "optimizer.lr_factors.encoder"} <= keys <= {
@@ -177,11 +183,12 @@ def test_the_written_recipe_differs_in_its_rates_alone_and_keeps_comments(
     text = file.read_text()
     comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
     assert all(f"#{comment}" in text for comment in comments) and "run_tuned # where it goes" in text
-    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0  # its own file, which nobody has changed
+    tune(recipe_file)  # its own file, which nobody has changed
     file.write_text(f"{text}# mine\n")
     assert f"{file} exists already" in refused("tune", str(recipe_file), "--runs", "12")
     assert file.read_text().endswith("# mine\n")
-    assert main("tune", [str(recipe_file), "--runs", "12", "--replace"]) == 0 and file.read_text() == text
+    tune(recipe_file, "--replace")
+    assert file.read_text() == text
 
 
 def test_editing_a_recipes_text() -> None:
@@ -198,7 +205,7 @@ def test_a_recipe_whose_text_cannot_say_it_is_written_whole(
     recipe_file.write_text(recipe_file.read_text().replace("lr: 2.0e-2 ", "lr: &rate 2.0e-2 ").replace(
         "  name: adam\n", "").replace("clip: 1.0", "max_seconds: *rate"))
     pretend(monkeypatch, as_measured)
-    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    tune(recipe_file)
     tuned = load_recipe(recipe_file.with_name("my_tuned.yaml"))
     assert tuned.train.max_seconds == 0.02 and tuned.optimizer.lr_factors["encoder"] < 1
 
@@ -210,7 +217,7 @@ def test_a_recipe_with_an_anchor_a_tag_or_a_byte_order_mark(
     rest = recipe_file.read_text().replace("optimizer:\n  name: adam\n  lr: 2.0e-2     # too high\n", "").lstrip()
     recipe_file.write_text(f"{begin.format('name: adam, lr: 2.0e-2')}\n{rest}", encoding="utf-8")
     pretend(monkeypatch, as_measured)
-    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    tune(recipe_file)
     assert load_recipe(recipe_file.with_name("my_tuned.yaml")).optimizer.lr_factors["encoder"] < 1
 
 
@@ -220,7 +227,7 @@ def test_the_budget(recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused:
     plan = fitting(Budget(200, 600.0, 300, 3), 8, 3.0, 5.0)
     assert plan.cost * 5.0 <= 600 < stages(plan.runs + 1, 3, 3.0).cost * 5.0
     trained = pretend(monkeypatch, as_measured)
-    assert main("tune", [str(recipe_file), "--runs", "13"]) == 0
+    tune(recipe_file, runs="13")
     assert len(trained) <= 13 and {recipe.train.updates for recipe in trained} == {150, 300}
     now = [0.0]
 
@@ -267,12 +274,22 @@ def test_no_recipe_is_written_where_no_source_is_used(
     assert "no trial had a finite loss" in refused("tune", str(recipe_file), "train.clip=0.5", "--runs", "8")
 
 
+def test_a_damaged_summary_and_a_full_disk(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    pretend(monkeypatch, as_measured)
+    (recipe_file.parent / "run/tune").mkdir(parents=True)
+    (recipe_file.parent / "run/tune/tune.json").write_text("{")
+    with small_disk(9):
+        assert "trials.jsonl cannot be written: File too large; free" in refused("tune", recipe_file)
+
+
 def test_the_recipe_as_it_is_may_be_the_best(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, lambda recipe, log: figures(
         0.5 if recipe.optimizer.lr == 0.02 and not recipe.optimizer.lr_factors else 0.2, 4.0))
-    assert main("tune", [str(recipe_file), "--runs", "12"]) == 0
+    tune(recipe_file)
     assert "are the best of those tried, so no recipe is written" in capsys.readouterr().out
     assert not recipe_file.with_name("my_tuned.yaml").exists()
 
@@ -322,7 +339,7 @@ def test_a_rule_carries_the_rates_where_there_is_one(
 ) -> None:
     recipe_file.write_text(recipe_file.read_text().replace("dlcl", "pre_ln"))
     trained = pretend(monkeypatch, as_measured)
-    assert main("tune", [str(recipe_file), "--runs", "32"]) == 0
+    tune(recipe_file, runs="32")
     deep = [recipe.model.tuned_at for recipe in trained if recipe.model.encoder.layers == 4]
     assert [(at.encoder_layers, at.decoder_layers) for at in deep] == [(2, 2), (None, None), (2, 2)]
     file = recipe_file.with_name("my_tuned.yaml")
@@ -416,7 +433,7 @@ def test_a_task_without_a_source_goes_by_its_loss(
         tree["data"] = {name: value for name, value in tree["data"].items() if value is not None}
     file.write_text(yaml.safe_dump(tree))
     prepare_task(load_recipe(file))
-    assert main("tune", [str(file), "--runs", "8"]) == 0
+    tune(file, runs="8")
     said, records = capsys.readouterr().out, lines(tmp_path / "run")
     assert f"Chosen by the loss of the validation text, since task: {task} does not measure" in said
     assert all(record["source_gain"] is None for record in records)
