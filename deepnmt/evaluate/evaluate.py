@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -244,7 +245,7 @@ def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequ
             hypotheses.append(f"{stem}.{ending}")
         for ending, lines in texts.items():
             write_text(Path(f"{stem}.{ending}"), "".join(f"{line}\n" for line in lines))
-        commands.append(f"comet-score -s {stem}.src -t {' '.join(hypotheses)} -r {stem}.ref")
+        commands.append(shlex.join(["comet-score", "-s", f"{stem}.src", "-t", *hypotheses, "-r", f"{stem}.ref"]))
     return "\n".join(commands)
 
 

@@ -184,16 +184,16 @@ def diagnose(
         raise UserError(f"the validation text in {recipe.data.folder} has only one sentence, but diagnose measures "
                         "what a source is worth beside another sentence's; name a longer text as data.valid, and "
                         "prepare it")
+    if output is not None:
+        make_run_folder(output, "--output")
     batch = first_batch(recipe, data, tokens, device)
     subject = subject_of(recipe, data, batch, checkpoint)
-    option = "--output"
     if output is None:
-        option = "run"
         name = "diagnosis"
         if subject.checkpoint:
             name += f"-{original_name(subject.checkpoint)}"
         output = Path(recipe.run) / name
-    make_run_folder(output, option)
+        make_run_folder(output)
     findings = examine(subject, verdict_rule, max(1, processes // stages), updates, clock)
     with reporting(str(output), "free disk space, or name another folder with --output"):
         write_json(output / "diagnosis.json", _json_ready(findings))

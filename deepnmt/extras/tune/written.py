@@ -30,7 +30,8 @@ def file_to_write(origin: str, chosen: Path | None, written: str | None, replace
     """
     place = Path(origin)
     folder = place.parent if place.is_file() else Path()
-    file = chosen or folder / f"{place.stem}_tuned.yaml"
+    name = place.name.removesuffix(".yaml").removesuffix(".yml")  # a run's may have other dots
+    file = chosen or folder / f"{name}_tuned.yaml"
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"--write {file} is no name of a recipe; give one that ends in .yaml, for example {file}.yaml")
     make_parent_folder(file, "--write")

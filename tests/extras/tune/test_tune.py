@@ -30,7 +30,7 @@ from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, settings_of, spread, stages
 from deepnmt.extras.tune.trials import Trials, alive, result
 from deepnmt.extras.tune.tune import carries, choose, search, small_copy
-from deepnmt.extras.tune.written import edited_text
+from deepnmt.extras.tune.written import edited_text, file_to_write
 from deepnmt.training.divergence import Diverged
 from deepnmt.training.task import prepare as prepare_task
 
@@ -282,6 +282,11 @@ def test_a_damaged_summary_and_a_full_disk(
     (recipe_file.parent / "run/tune/tune.json").write_text("{")
     with small_disk(9):
         assert "trials.jsonl cannot be written: File too large; free" in refused("tune", recipe_file)
+
+
+@pytest.mark.parametrize(("origin", "name"), [("runs/my.v1", "my.v1"), ("at/my.v1.yaml", "my.v1"), ("demo/a", "a")])
+def test_its_name_is_that_of_the_recipe_or_run(origin: str, name: str) -> None:
+    assert file_to_write(origin, None, None, False) == Path(f"{name}_tuned.yaml")
 
 
 def test_the_recipe_as_it_is_may_be_the_best(
