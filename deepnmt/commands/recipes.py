@@ -78,14 +78,15 @@ def new(words: list[str]) -> None:
     add("--test", nargs=2, metavar=("SRC", "TRG"), help="a test text of your own; needs --valid")
     add("--machine", choices=["cpu", "gpu"], help="where it will train (default: like this machine)")
     args = parser.parse_args(words)
-    if bool(args.src and args.trg) == bool(args.tsv) or bool(args.src) != bool(args.trg):
+    sides = [file for file in (args.src, args.trg) if file]
+    if len(sides) != (0 if args.tsv else 2):
         raise UserError("give the text as --src and --trg, two files, or as --tsv, one table")
     if args.columns and not args.tsv:
         raise UserError("--columns are those of a table; add --tsv, or leave it out")
     if bool(args.valid) != bool(args.test):
         raise UserError("--valid and --test go together: give both texts, or neither, and sentences are held out")
     from deepnmt.config import Corpus
-    from deepnmt.data.tables import JSON, PARQUET
+    from deepnmt.data.tables import JSON, PARQUET, kind_of
     from deepnmt.data.text import ending
     from deepnmt.new import new_recipe
 
@@ -101,16 +102,15 @@ def new(words: list[str]) -> None:
 
     if args.tsv:
         if not args.langs:
-            raise UserError(f"--tsv {args.tsv} does not name the languages; add --langs SRC TRG, for example --langs "
-                            "de en")
+            raise UserError(f"{args.tsv} does not name the languages; add --langs SRC TRG, for example --langs de en")
         langs = tuple(args.langs)
         columns = [int(column) if column.isdecimal() else column for column in args.columns or ("1", "2")]
         if 0 in columns:
             raise UserError(f"--columns {' '.join(args.columns)} has 0, but columns are counted from 1")
         corpus = Corpus(tsv=[args.tsv], columns=columns)
     else:
-        for name in (args.src, args.trg):
-            if f".{ending(name)}" in (".tsv", PARQUET, *JSON):
+        for name in sides:
+            if kind_of(Path(name)) in (".tsv", PARQUET, *JSON):
                 raise UserError(f"{name} is a table; give it as --tsv {name}, for both sides")
         langs = tuple(args.langs or map(language, (args.src, args.trg)))
         if (ending(args.trg), ending(args.src)) == langs and langs[0] != langs[1]:

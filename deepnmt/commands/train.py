@@ -63,10 +63,15 @@ def train(words: list[str]) -> int:
         raise UserError("--card has no effect without --dry-run; add it, or remove --card")
     if args.dry_run:
         from deepnmt.device import CARDS
+        from deepnmt.parallel.ds_config import check_with_deepspeed
+        from deepnmt.processes.host import quiet_libraries
+        from deepnmt.training.dry_run import planned_layout
         from deepnmt.training.task import plan
 
         if args.card not in (None, *CARDS):
             raise UserError(f"--card is {args.card}, must be one of {', '.join(CARDS)}")
+        quiet_libraries()
+        check_with_deepspeed(planned_layout(recipe))
         print(plan(recipe, args.card))
         return 0
     from deepnmt.training.trainer import train

@@ -122,12 +122,15 @@ def _keep_moments_of_frozen(optimizer: torch.optim.Optimizer) -> None:
     gradients: dict[torch.Tensor, torch.Tensor] = {}
 
     def before(*_: Any) -> None:
-        for p in (p for group in optimizer.param_groups if group["factor"] == 0 for p in group["params"]):
-            state = optimizer.state.get(p)
-            if p.grad is not None and state:
-                gradients[p], p.grad = p.grad, None
-                if "step" in state:
-                    state["step"] += 1
+        for group in optimizer.param_groups:
+            if group["factor"] > 0:
+                continue
+            for p in group["params"]:
+                state = optimizer.state.get(p)
+                if p.grad is not None and state:
+                    gradients[p], p.grad = p.grad, None
+                    if "step" in state:
+                        state["step"] += 1
 
     def after(*_: Any) -> None:
         for p, gradient in gradients.items():

@@ -31,9 +31,8 @@ from deepnmt.optim.groups import group_key
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.optim.schedules import warmup_note
 from deepnmt.parallel.build import partition_of
-from deepnmt.parallel.ds_config import Layout, check_with_deepspeed, layout_of
+from deepnmt.parallel.ds_config import Layout, layout_of
 from deepnmt.parallel.pipeline.partition import Partition
-from deepnmt.processes.host import quiet_libraries
 from deepnmt.processes.process_group import rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
@@ -230,7 +229,7 @@ def _update_size(recipe: Recipe, ranks: int) -> str:
             f"{batch.accumulation} micro-batch(es) x {batch.tokens})")
 
 
-def plan_by_shapes(recipe: Recipe, layout: Layout, build: BuildModule, model: str, rows: Mapping[str, str]) -> str:
+def plan_by_shapes(recipe: Recipe, build: BuildModule, model: str, rows: Mapping[str, str]) -> str:
     """What `describe` prints, of a task that has no estimate of its memory.
 
     Args:
@@ -238,7 +237,7 @@ def plan_by_shapes(recipe: Recipe, layout: Layout, build: BuildModule, model: st
         rows: what else is said, by name.
     """
     parameters = sum(map(math.prod, shapes_by_name(build).values()))
-    common = {"layout": _layout_name(layout), "disk": disk_note(recipe, parameters)}
+    common = {"layout": _layout_name(planned_layout(recipe)), "disk": disk_note(recipe, parameters)}
     return _with_rows(recipe, {"model": model, "parameters": f"{parameters:,}", **rows, **common})
 
 
@@ -293,15 +292,12 @@ def describe(recipe: Recipe, card: str | None = None) -> str:
 
 def planned_layout(recipe: Recipe) -> Layout:
     """The layout on the processes that were started, at least one for each pipeline stage. Raises `UserError` if it is
-    impossible, or DeepSpeed rejects it."""
-    quiet_libraries()
-    layout = layout_of(recipe, max(rank_from_environment()[1], recipe.parallel.pipeline_stages))
-    check_with_deepspeed(layout)
-    return layout
+    impossible."""
+    return layout_of(recipe, max(rank_from_environment()[1], recipe.parallel.pipeline_stages))
 
 
 def micro_batches(recipe: Recipe) -> int:
-    """Micro-batches of an update on the processes that were started. Raises `UserError`, see `planned_layout`."""
+    """Micro-batches of an update on the processes that were started. Raises `UserError` if the layout is impossible."""
     return recipe.batch.entries(planned_layout(recipe).data_ranks)
 
 

@@ -34,7 +34,7 @@ from deepnmt.parallel.ds_config import Layout
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
-from deepnmt.training.dry_run import plan_by_shapes, planned_layout
+from deepnmt.training.dry_run import plan_by_shapes
 from deepnmt.training.fine_tuning import agree_on_trained, check_parts, find_trained
 
 BuildEncoder = Callable[[Callable[[nn.Module], None]], Encoder]
@@ -143,6 +143,5 @@ def plan_encoder(recipe: EncoderRecipe, build: BuildEncoder, data: Mapping[str, 
     model, rows = recipe.model, dict(data)
     if recipe.train.init_from is not None:
         rows["begins with"] = f"the encoder of {find_trained(recipe)}"
-    layout = planned_layout(recipe)
     described = f"{model.encoder.layers}L encoder, {model.encoder.block}, width {model.width}"
-    return plan_by_shapes(recipe, layout, build, described, rows)
+    return plan_by_shapes(recipe, build, described, rows)

@@ -68,7 +68,7 @@ def _plan(recipe: SpeechRecipe, card: str | None) -> str:
                              "at most",
         "updates per epoch": epoch,
     }
-    return plan_by_shapes(recipe, layout, build_of(recipe, vocab), described, rows)
+    return plan_by_shapes(recipe, build_of(recipe, vocab), described, rows)
 
 
 def _describe(record: Mapping[str, Any]) -> str:
