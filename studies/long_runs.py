@@ -124,8 +124,10 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
 
 
 def layers_of(run: Path) -> layers.Figures:
-    """What each layer of a run's averaged model is worth."""
+    """What each layer of a run's averaged model is worth; nothing of a model without an encoder."""
     recipe = load_recipe(run)
+    if "encoder" not in recipe.model.sides:
+        return {}
     valid = open_prepared(recipe).split("valid").truncated(recipe.model.max_length)
     trained = load(run, device="cpu")
     return layers.measure(trained.model, valid, recipe.batch.tokens, trained.device)

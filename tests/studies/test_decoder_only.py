@@ -37,11 +37,12 @@ def test_the_models_read_the_same_and_every_run_is_a_line(
     said = capsys.readouterr().out
     assert "encoder-decoder" in said and "no run is done yet" in said
     assert main("decoder-only", words) == 0
-    table = capsys.readouterr().out.splitlines()
+    scores, layers = capsys.readouterr().out.rstrip().split("\n\n")[-2:]
     records = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     arms = ["encoder_decoder", "decoder_only_target", "decoder_only_both"]
-    assert [record["arm"] for record in records] == arms and [line.split(" | ")[0] for line in table[-3:]] == [
-        f"| {arm}" for arm in arms]
+    rows = [line.split(" | ")[0] for line in scores.splitlines()[-3:]]
+    assert [record["arm"] for record in records] == arms and rows == [f"| {arm}" for arm in arms]
+    assert [record["layers"] == {} for record in records] == [False, True, True] and "decoder_only" not in layers
     two, one = (load_recipe(tmp_path / "runs" / f"{arm}_3") for arm in arms[:2])
     pairs, text = PreparedData.open(two.data.folder), PreparedText.open(one)
     assert pairs.vocabs()[1].fingerprint == text.vocab.fingerprint
