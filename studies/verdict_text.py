@@ -212,7 +212,7 @@ def run_all(recipes: Sequence[Recipe], output: Path, share: tuple[int, int] = (0
     """
     make_parent_folder(output, "RUNS")
     own = recipes[share[0]::share[1]]
-    done = {key_of(record) for record in read_text_runs(output)}
+    done = _runs_by_recipe(output)
     missing = [recipe for recipe in own if json.dumps(kept(recipe)) not in done]
     left = len(missing)
     for [record] in append_runs(output, ([run_recipe(recipe)] for recipe in missing)):
@@ -295,6 +295,11 @@ def read_text_runs(path: Path) -> list[Record]:
                      "give a file of the verdict's runs", "give a file that verdict-runs run wrote")
 
 
+def _runs_by_recipe(path: Path) -> dict[str, Record]:
+    """The runs of a file by the JSON of what is kept of a recipe; settings that a line lacks have their defaults."""
+    return {json.dumps(kept(_recipe_again(run, Path(), run["recipe"]["seed"]))): run for run in read_text_runs(path)}
+
+
 def _recipe_again(run: Record, data: Path, seed: int) -> Recipe:
     """The recipe of a line, with a seed."""
     tree = {name: value for name, value in run["recipe"].items() if name not in ("text", "pieces", "seed")}
@@ -307,8 +312,8 @@ def run_again(file: Path, output: Path, data: Path) -> str:
     firsts = read_text_runs(file)
     recipes = [_recipe_again(run, data, run["recipe"]["seed"] + _ANOTHER_SEED) for run in firsts]
     run_all(recipes, output)
-    seconds = {key_of(run): run["marks"][-1]["outcome"] for run in read_text_runs(output)}
-    pairs = Counter((first["marks"][-1]["outcome"], seconds[json.dumps(kept(recipe))])
+    seconds = _runs_by_recipe(output)
+    pairs = Counter((first["marks"][-1]["outcome"], seconds[json.dumps(kept(recipe))]["marks"][-1]["outcome"])
                     for first, recipe in zip(firsts, recipes, strict=True))
     same = sum(count for (first, second), count in pairs.items() if first == second)
     rows = [["ended", *(f"with another seed: {name}" for name in OUTCOMES)]]
