@@ -1,26 +1,29 @@
 """What each layer of a trained model passes on, and what it is worth.
 
 The variance of its output, the norm of its gradient, and how much the validation loss rises when the layer is left out,
-as in Sun et al. 2025, The Curse of Depth; and when several are left out together.
+as in Sun et al. 2025, The Curse of Depth; by how much it turns a token's vector; and what several layers are worth
+together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity
 
 from deepnmt.batch import Batch
 from deepnmt.data.batching import collate, plan_eval
 from deepnmt.data.prepared import Split
 from deepnmt.extras.doctor.measures import gradients, ranges
-from deepnmt.extras.doctor.probes import block_of, layers_of, plain_loss
+from deepnmt.extras.doctor.probes import block_of, layers_of, plain_loss, real_positions, watching
 from deepnmt.files import markdown_table
-from deepnmt.model.blocks import SIDES
+from deepnmt.model.blocks import SIDES, Side
 from deepnmt.model.hooks import hooks
 from deepnmt.model.transformer import Transformer
 from deepnmt.plots import LEGEND, panels, save, style
@@ -43,13 +46,13 @@ def measure(model: Transformer, valid: Split, tokens: int, device: torch.device)
 
 
 def profile(model: Transformer, batches: Sequence[Batch]) -> Figures:
-    """For each side a list over its layers of each of `SIDE_FIGURES`, and `together`.
+    """For each side a list over its layers of each of `SIDE_FIGURES`, `turn` and `together`.
 
-    Variance and gradient are those of the middle batch; `worth` is what the loss rises by without the layer, and entry
-    k of `together` what it rises by without the k + 1 layers of least worth, both in nats a target token.
+    Variance, gradient and turn are those of the middle batch; `worth` is what the loss rises by without the layer, and
+    entry k of `together` what it rises by without the k + 1 layers of least worth, both in nats a target token.
     """
     middle, whole = batches[len(batches) // 2], loss_of(model, batches)
-    sizes, slopes = ranges(model, middle), gradients(model, middle).outputs
+    sizes, slopes, angles = ranges(model, middle), gradients(model, middle).outputs, turns(model, middle)
     found: Figures = {}
     for side in SIDES:
         layers = layers_of(model, side)
@@ -59,8 +62,22 @@ def profile(model: Transformer, batches: Sequence[Batch]) -> Figures:
         found[side] = {"variance": [sizes[name]["variance"] for name in names],
                        "gradient": [slopes[f"{name}.ffn"] for name in names],
                        "worth": worth,
+                       "turn": angles[side],
                        "together": [loss_without(least[:count], model, batches) - whole
                                     for count in range(1, 1 + len(least))]}
+    return found
+
+
+def turns(model: Transformer, batch: Batch) -> dict[Side, list[float]]:
+    """The angle in degrees between what a layer takes and what it returns, the mean over the tokens of a batch."""
+    points: dict[str, Tensor] = {}
+    with watching(model, points.__setitem__):
+        plain_loss(model, batch)
+    found = {}
+    for side, real in real_positions(batch).items():
+        names = [f"{side}.input", *(f"{side}.layers.{index}.ffn" for index in range(len(layers_of(model, side))))]
+        passed = pairwise(points[name][real] for name in names)
+        found[side] = [math.degrees(cosine_similarity(*pair, dim=-1).clamp(-1, 1).acos().mean()) for pair in passed]
     return found
 
 
@@ -80,17 +97,20 @@ def loss_without(left_out: Sequence[nn.Module], model: Transformer, batches: Seq
 
 def table(measured: Groups) -> str:
     """A row for each model and side, the means of its seeds: variance of the last layer's output over that of the
-    first, gradient of the first over that of the last; the median worth of a layer, the largest, the share of layers
-    worth less than IDLE nats, and how many can be left out together for less than LITTLE nats."""
-    rows = [("model", "side", "runs", "variance, last / first", "gradient, first / last", "median worth", "largest",
-             f"below {IDLE}", f"together below {LITTLE}")]
+    first, gradient of the first over that of the last; the median angle by which a layer turns a vector; the median
+    worth of a layer, the largest, the share of layers worth less than IDLE nats, and how many can be left out together
+    for less than LITTLE nats."""
+    rows = [("model", "side", "runs", "variance, last / first", "gradient, first / last", "median turn", "median worth",
+             "largest", f"below {IDLE}", f"together below {LITTLE}")]
     for model, own in measured.items():
         for side in SIDES:
             variances, gradients, worths = ([run[side][name] for run in own] for name in SIDE_FIGURES)
+            angles = [median(run[side]["turn"]) for run in own if "turn" in run[side]]
             together = [_most(run[side]["together"]) for run in own if "together" in run[side]]
             rows.append((model, side, str(len(own)),
                          f"{fmean(_ratio(each[-1], each[0]) for each in variances):.2g}",
                          f"{fmean(_ratio(each[0], each[-1]) for each in gradients):.2g}",
+                         f"{fmean(angles):.1f}°" if angles else "not measured",
                          f"{fmean(map(median, worths)):+.3f}", f"{fmean(map(max, worths)):+.2f}",
                          f"{100 * fmean(fmean(value < IDLE for value in worth) for worth in worths):.0f} %",
                          f"{fmean(together):.1f} of {len(worths[0])}" if together else "not measured"))

@@ -24,5 +24,6 @@ def test_a_layer_that_adds_nothing_is_worth_nothing(block: str) -> None:
     whole = layers.loss_of(model, data)
     assert layers.loss_without([layer], model, data) == pytest.approx(whole, abs=1e-6)
     found = layers.profile(model, data)["decoder"]
+    assert found["turn"][1] < 0.1 < found["turn"][0]
     assert found["together"][0] == pytest.approx(min(found["worth"]))
     assert found["together"][-1] == pytest.approx(layers.loss_without([*model.decoder.layers], model, data) - whole)
