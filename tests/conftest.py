@@ -99,7 +99,7 @@ LONGEST = [
     "test_training", "test_second_task", "test_offload", "test_optimizers", "test_divergence", "test_gather",
     "test_export", "test_compiled_layers", "test_kernels", "test_guided_alignment", "test_seeded_faults",
     "test_compare_blocks", "test_imports", "test_lm_layouts", "test_update_tokens", "test_block_engines",
-    "test_recipes", "test_coordinates",
+    "test_recipes", "test_coordinates", "test_fine_tuning", "test_block_models",
 ]
 _LONG = 30.0
 
