@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -119,9 +120,10 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
         parser.add_argument("recipe", metavar="RECIPE", help=what)
     if more:
         parser.set_defaults(runs=[])
+    setting = re.search(r"(?<=\s)[a-z]+\.[a-z_.]+=\S+", examples)  # one that the command takes
     parser.add_argument("overrides", nargs="*", metavar=f"{more} KEY=VALUE".strip(),
                         help=f"{'further runs, and ' if more else ''}settings of the recipe to change, for example "
-                             "model.encoder.layers=18 train.updates=300")
+                             f"{setting[0] if setting else 'run=runs/other'}")
     return parser
 
 

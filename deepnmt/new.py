@@ -330,8 +330,7 @@ def _recipe(
         longest_why = "about one pair in 1,000 is longer"
     subwords = [f"  subword_variants: {variants} # {epochs:.0f} epochs: too few for BPE-dropout to pay"]
     if variants:
-        subwords = [f"  subword_variants: {variants} # {epochs:.0f} epochs: BPE-dropout keeps a text seen so often "
-                    "from being learned by heart",
+        subwords = [f"  subword_variants: {variants} # {epochs:.0f} epochs: BPE-dropout against overfitting",
                     f"  subword_alpha: {_ALPHA} # share of merges left out; more makes the text longer"]
     decoder_why = "as deep: a text of this size leaves time for it"
     if row.decoder < row.encoder:

@@ -226,6 +226,16 @@ def test_the_example_of_prepare_works_next_to_the_demo(
     assert main("prepare", [*words, "data.workers=1"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["average", "evaluate", "report", "score", "serve", "status", "translate"])
+def test_the_setting_that_help_names_has_an_effect(
+        command: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(command, ["--help"])
+    named = re.search(r"to change, for example ((?:\S+=\S+ )+)", " ".join(capsys.readouterr().out.split()))
+    assert named and main(command, ["runs/my", *named[1].split()]) == 2
+    assert "has no effect" not in capsys.readouterr().err
+
+
 def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
     for run, commands in ((main, COMMANDS), (studies.main, studies.STUDIES)):
         assert run(None, ["--help"]) == 0

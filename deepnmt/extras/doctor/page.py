@@ -22,7 +22,7 @@ _SOMETIMES = ("trial", "places", "last_ffn", "moved")  # pictures that not every
 _NO_RULE = "none: this version has no verdict rule; fit one with python -m studies verdict-runs and give it with --rule"
 UNKNOWABLE = (
     "how good the translations get: a model that has begun to read its source counts as translating",
-    "a divergence, a loss of numbers to fp16 or learning by heart long after the trial",
+    "a divergence, a loss of numbers to fp16 or overfitting long after the trial",
     "whether another seed ends otherwise, where two outcomes are about equally probable",
     "a fault in the text that the trial's first batches do not show",
 )

@@ -122,7 +122,7 @@ def evaluate(words: list[str]) -> None:
         help="score these translations of the test sets, a file for each set; repeat it to compare systems with the "
         "first one")
     add("--metric", action="append", metavar="NAME",
-        help=f"{either([*METRICS, *METRIC_FAMILIES])}, the last for all of that name; flores101 and flores200 are "
+        help=f"{either([*METRICS])}, or {either(METRIC_FAMILIES)} for all that begin so; flores101 and flores200 are "
         "BLEU over FLORES's pieces, whose vocabulary SacreBLEU downloads; or one of the recipe's metrics; repeat it "
         "for several (default: bleu, chrf, ter, and those whose command you give)")
     add_checkpoints(parser)
