@@ -21,6 +21,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -328,7 +329,7 @@ def _hash_of(unit: Unit, column: str) -> str:
 @contextmanager
 def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
     """A unit as a corpus by itself, which annotations are read with; its files are made if there are `annotated` texts.
-    """
+    An error names the line that it is a copy of."""
     if not annotated:
         yield Corpus(src=["-"], trg=["-"])
         return
@@ -341,7 +342,14 @@ def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
             copies[column] = [f"{temporary}/{column}"]
             lines = "".join(f"{line}\n" for _, _, line in lines_of(unit, column))
             Path(copies[column][0]).write_text(lines, encoding="utf-8", newline="\n")
-        yield corpus.model_copy(update=copies)
+        try:
+            yield corpus.model_copy(update=copies)
+        except UserError as fault:
+            named = re.match(rf"{temporary}/(\w+), line (\d+)", str(fault))
+            if named is None:
+                raise
+            file, number, _ = next(itertools.islice(lines_of(unit, named[1]), int(named[2]) - 1, None))
+            raise UserError(f"{file}, line {number}{str(fault)[named.end():]}") from None
 
 
 def _link(source: Path, target: Path, leave: str = "") -> None:
