@@ -143,8 +143,9 @@ class Cleaning(Section):
 
     # The filters themselves: data/filters.py.
     scripts: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=2)
-    """The scripts of source and target, by their names in Unicode, such as `[Latin, Cyrillic]`. A pair is left out if
-    fewer than half of the letters of a side are of its script."""
+    """The scripts of source and target, each the first word of its letters' names in Unicode, such as
+    `[Latin, Cyrillic]`; that of Chinese is `CJK`. A pair is left out if fewer than half of the letters of a side are of
+    its script."""
     same_digits: bool = False
     """Leave out pairs whose sides have different numbers in digits, each counted as often as it stands there, in any
     order; 1,000 is two numbers, 1 and 000."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+import sys
 import unicodedata
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -125,7 +126,12 @@ class _Characters(dict[int, str]):
 @lru_cache(100)
 def _marks_of(script: str) -> _Characters:
     """1 for letters of a script, which is the first word of their names in Unicode, such as LATIN, CYRILLIC or CJK; 0
-    for others; nothing for what is no letter."""
+    for others; nothing for what is no letter. Raises `UserError` if no letter is of that script."""
+    names = (unicodedata.name(chr(code), "") for code in range(sys.maxunicode + 1))
+    if not any(name.startswith(f"{script.upper()} ") for name in names):
+        raise UserError(f"cleaning.scripts has {script}, with which no letter's name in Unicode begins; give such as "
+                        "Latin, Cyrillic, Arabic, Hangul, or CJK for Chinese")
+
     def mark(character: str) -> str:
         if not character.isalpha():
             return ""

@@ -21,6 +21,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -66,7 +67,16 @@ from deepnmt.data.prepared import (
 from deepnmt.data.shards import FORMAT, SHARD, TRAIN, Entry, content_of, shard_name
 from deepnmt.data.sources import Scan, Span, Unit, lines_of, pairs_of, rows_of, scan, sides_of, units_of
 from deepnmt.data.tables import has_header
-from deepnmt.data.text import Row, cleaning_of, columns_of, corpora_of, input_files, read_lines, read_pairs
+from deepnmt.data.text import (
+    Row,
+    cleaning_of,
+    columns_of,
+    corpora_of,
+    files_by_corpus,
+    input_files,
+    read_lines,
+    read_pairs,
+)
 from deepnmt.data.vocab import given_vocabularies
 from deepnmt.errors import UserError
 from deepnmt.files import write_json
@@ -328,7 +338,7 @@ def _hash_of(unit: Unit, column: str) -> str:
 @contextmanager
 def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
     """A unit as a corpus by itself, which annotations are read with; its files are made if there are `annotated` texts.
-    """
+    An error names the line that it is a copy of."""
     if not annotated:
         yield Corpus(src=["-"], trg=["-"])
         return
@@ -341,7 +351,14 @@ def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
             copies[column] = [f"{temporary}/{column}"]
             lines = "".join(f"{line}\n" for _, _, line in lines_of(unit, column))
             Path(copies[column][0]).write_text(lines, encoding="utf-8", newline="\n")
-        yield corpus.model_copy(update=copies)
+        try:
+            yield corpus.model_copy(update=copies)
+        except UserError as fault:
+            named = re.match(rf"{temporary}/(\w+), line (\d+)", str(fault))
+            if named is None:
+                raise
+            file, number, _ = next(itertools.islice(lines_of(unit, named[1]), int(named[2]) - 1, None))
+            raise UserError(f"{file}, line {number}{str(fault)[named.end():]}") from None
 
 
 def _link(source: Path, target: Path, leave: str = "") -> None:
@@ -366,7 +383,7 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
     file = folder / "index.json"
     sizes: dict[str, list[list[Any]]] = {}
     for name, text in corpora(recipe).items():
-        sizes[name] = [[path.name, path.stat().st_size] for path in input_files(text)]
+        sizes[name] = [[corpus, path.name, path.stat().st_size] for corpus, path in files_by_corpus(text)]
     asked = {"settings": prepared_settings(recipe), "reuse": recipe.data.reuse, "files": sizes}
     with _alone(folder):
         if file.exists():
@@ -383,7 +400,7 @@ def _index(recipe: Recipe, folder: Path) -> list[Unit]:
                     units += _units(name, corpus, recipe.data.shard_pairs, scans, len(units), progress)
             inputs: dict[str, list[dict[str, Any]]] = {}
             for name, text in corpora(recipe).items():
-                inputs[name] = [_input(path, scans) for path in input_files(text)]
+                inputs[name] = [_input(path, corpus, scans) for corpus, path in files_by_corpus(text)]
             index = {"asked": asked, "units": units, "inputs": inputs}
             write_json(file, index)
     units = []
@@ -422,10 +439,10 @@ def _units(name: str, corpus: Corpus, step: int, scanned: dict[Path, Scan], plac
     return units_of(name, corpus, scans, step, place)
 
 
-def _input(file: Path, scanned: Mapping[Path, Scan]) -> dict[str, Any]:
-    """A file in the manifest, as `prepare` has it there for text in one piece."""
+def _input(file: Path, corpus: str, scanned: Mapping[Path, Scan]) -> dict[str, Any]:
+    """A file of a corpus in the manifest, as `prepare` has it there for text in one piece."""
     counted = scanned.get(file) or scan(file, 0, 1 << 62)
-    return {"name": file.name, "bytes": counted.bytes, "sha256": counted.sha256}
+    return {"name": file.name, "bytes": counted.bytes, "sha256": counted.sha256, "corpus": corpus}
 
 
 def join(work: Work, units: Sequence[Unit]) -> None:
@@ -549,13 +566,14 @@ def _vocabulary_of(data: PreparedData, recipe: Recipe, tags: Sequence[str]) -> l
 def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: Sequence[str]) -> list[bytes]:
     """The vocabulary, or that of the source and that of the target, from the sample that the units were read for."""
     vocab = work.recipe.vocab
-    count = 0
+    count = kept = 0
     chosen: list[Indices] = []
     for unit in units:
         codes = np.fromfile(temporary / work.codes_file(unit).name, dtype=np.uint8)
+        kept += int(np.count_nonzero(codes == KEPT))
         chosen.append(codes[work.array(unit, "sampled")] == KEPT)
         count += int(chosen[-1].sum())
-    say_what_is_learned(vocab, count, work.lines)
+    say_what_is_learned(vocab, count, kept)
 
     def text(*sides: int) -> Iterator[str]:
         for unit, mask in zip(units, chosen, strict=True):

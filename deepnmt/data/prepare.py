@@ -43,8 +43,8 @@ from deepnmt.data.parts import WHOLE, Part, prepare_in_parts
 from deepnmt.data.prepared import (
     REMEDY,
     PreparedData,
-    changed_texts_error,
     check_settings,
+    check_texts,
     check_vocabularies,
     corpora,
     is_free,
@@ -60,6 +60,7 @@ from deepnmt.data.text import (
     corpora_of,
     count_pairs,
     ending,
+    files_by_corpus,
     files_of,
     input_files,
     read_pairs,
@@ -198,13 +199,13 @@ def _corpora_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: 
             ends[part] = done
 
 
-def _fingerprints(corpus: Corpus) -> list[dict[str, Any]]:
-    """Name, size and hash of a corpus's files, without their folders, which differ between machines. Raises
+def _fingerprints(text: Corpus) -> list[dict[str, Any]]:
+    """Name, size, hash and corpus of a text's files, without their folders, which differ between machines. Raises
     `UserError`."""
     entries = []
-    for file in input_files(corpus):
+    for corpus, file in files_by_corpus(text):
         try:
-            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)})
+            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file), "corpus": corpus})
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
     return entries
@@ -221,10 +222,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
         if not on_this_machine(corpus):
             print_status(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
-        then = [(file["bytes"], file["sha256"]) for file in data.manifest["inputs"][name]]
-        now = [(file["bytes"], file["sha256"]) for file in _fingerprints(corpus)]
-        if then != now:
-            raise changed_texts_error(data, name)
+        check_texts(data, name, _fingerprints(corpus))
     check_settings(recipe, data)
     data.verify()
     print_status(f"{data.folder} is up to date")

@@ -31,7 +31,7 @@ from deepnmt.config import Cleaning, Corpus, Data, Fact, Filters, Recipe, Vocab,
 from deepnmt.config.plugins import source_of
 from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, check_tokens
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
-from deepnmt.data.text import cleaning_of, corpora_of, input_files, named_files
+from deepnmt.data.text import cleaning_of, corpora_of, files_by_corpus, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
@@ -275,14 +275,10 @@ def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:
     check_settings(recipe, data)
     if not texts:
         return data
-    for name, corpus in (("train", recipe.data.train), ("valid", recipe.data.valid)):
-        entries = data.manifest["inputs"].get(name)
-        if not entries or not on_this_machine(corpus):
-            continue
-        then = [entry["bytes"] for entry in entries]
-        now = [file.stat().st_size for file in input_files(corpus)]
-        if then != now:
-            raise changed_texts_error(data, name)
+    for name, text in (("train", recipe.data.train), ("valid", recipe.data.valid)):
+        if data.manifest["inputs"].get(name) and on_this_machine(text):
+            files = files_by_corpus(text)
+            check_texts(data, name, [{"bytes": file.stat().st_size, "corpus": corpus} for corpus, file in files])
     return data
 
 
@@ -337,11 +333,18 @@ def on_this_machine(corpus: Corpus) -> bool:
     return all(file.exists() for file in named_files(corpus))
 
 
-def changed_texts_error(data: PreparedData, name: str) -> UserError:
-    """The error if a split was prepared from other texts than the recipe names."""
-    return UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names, or "
-                     "they have changed since; set data.folder to a new folder to prepare these, or put the old ones "
-                     "back")
+def check_texts(data: PreparedData, name: str, files: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `UserError` if a split was prepared from other files, by what is known of these. Older data do not say of
+    which corpus a file is."""
+    inputs = data.manifest["inputs"][name]
+    same = len(inputs) == len(files)
+    for then, now in zip(inputs, files):
+        for fact in ("bytes", "sha256", "corpus"):
+            same &= fact not in then or fact not in now or then[fact] == now[fact]
+    if not same:
+        raise UserError(f"prepared data {data.folder} was made from other texts than the recipe's data.{name} names, "
+                        "or they have changed since; set data.folder to a new folder to prepare these, or put the old "
+                        "ones back")
 
 
 def prepared_settings(recipe: Recipe) -> dict[str, Any]:

@@ -217,6 +217,13 @@ def input_files(text: Corpus) -> list[Path]:
     return files
 
 
+def files_by_corpus(text: Corpus) -> Iterator[tuple[str, Path]]:
+    """`input_files`, each with the name of its corpus. Raises `UserError`."""
+    for name, corpus in corpora_of(text).items():
+        for file in input_files(corpus):
+            yield name, file
+
+
 def count_pairs(text: Corpus) -> int | None:
     """How many pairs a text has, by the line ends of its files, which is soon done; None if some are compressed, or
     cannot be read."""

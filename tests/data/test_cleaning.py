@@ -98,6 +98,12 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path / "languages.py")
 
 
+def test_a_script_that_no_letter_has_is_refused() -> None:
+    rules = Rules(clean=Cleaning(scripts=["Latin", "Han"]))
+    with user_error("cleaning.scripts has Han, with which no letter's name in Unicode begins; give such as .* CJK"):
+        filter_corpora([(rules, [("one", "一", None)])])
+
+
 @pytest.mark.parametrize("rule", list(RULES))
 def test_each_rule_leaves_out_what_was_planted_and_nothing_else(rule: str, plugin: str) -> None:
     """10,000 pairs, a tenth of them faulty; and another corpus that this rule does not clean."""

@@ -22,6 +22,7 @@ from deepnmt.config import Recipe, check_recipe, dump_recipe, load_recipe
 from deepnmt.data.arrays import Side, SideWriter
 from deepnmt.data.batching import Position, Stream
 from deepnmt.data.mixing import Mixture, training_stream
+from deepnmt.data.parts import Part
 from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.data.vocab import Vocabulary
@@ -296,6 +297,28 @@ def test_mistakes_that_the_text_shows(prepared: Path, tmp_path: Path, mixed: Rec
     with user_error("was made with data.train.corpora"):
         open_prepared(check_recipe(tree, "recipe"))
     shutil.rmtree(tmp_path / "data", ignore_errors=True)
+
+
+@pytest.mark.parametrize("shard_pairs", [0, 50])
+def test_a_file_that_moves_to_another_corpus(prepared: Path, tmp_path: Path, shard_pairs: int) -> None:
+    """All files are the same, in the same order, but not the tags of their sentences."""
+    def of(first: int) -> Recipe:
+        files = [text(prepared, name) for name in ("train", "test", "valid")]
+        corpora = {}
+        for name, some in (("a", files[:first]), ("b", files[first:])):
+            corpora[name] = {side: [file[side] for file in some] for side in ("src", "trg")} | {"tag": f"<{name}>"}
+        return recipe_of(prepared, tmp_path, train=corpora, valid=text(prepared, "valid"), shard_pairs=shard_pairs)
+
+    if shard_pairs:
+        prepare(of(1), Part(1, 2))
+        with user_error("data.parts holds what was prepared of other texts"):
+            prepare(of(2), Part(2, 2))
+    prepare(of(1))
+    with user_error("was made from other texts than the recipe's data.train names"):
+        prepare(of(2))
+    with user_error("was made from other texts than the recipe's data.train names"):
+        open_prepared(of(2))
+    prepare(of(1))  # up to date
 
 
 def test_pretagged_text(prepared: Path, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from deepnmt.extras.export.exported import FACTS, KIND, read_exported, require_f
 from deepnmt.files import make_run_folder, reporting, write_text
 from deepnmt.folders import read_json
 from deepnmt.model.blocks import SIDES
+from deepnmt.progress import print_status
 
 sentencepiece_model: Any = sentencepiece_model_pb2  # its classes are made when it is imported
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
@@ -151,7 +152,7 @@ def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> s
             return import_bert(folder, run, config)
         foreign = _marian(folder)
     elif list(folder.glob("*.pt")):
-        foreign = _fairseq(folder)
+        foreign = _fairseq(folder, langs)
     else:
         raise UserError(f"{folder} has neither a config.json, as Marian models of Hugging Face's have, nor a fairseq "
                         "checkpoint (.pt); give the folder of one")
@@ -343,7 +344,7 @@ def _marian(folder: Path) -> Foreign:
                    (tokenizer.source_lang or "src", tokenizer.target_lang or "trg"))
 
 
-def _fairseq(folder: Path) -> Foreign:
+def _fairseq(folder: Path, given: Sequence[str] | None) -> Foreign:
     by_number = sorted(folder.glob("*.pt"), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)])
     named = [folder / "checkpoint_best.pt", folder / "checkpoint_last.pt"]
     file = next((file for file in named if file.is_file()), by_number[-1])
@@ -355,7 +356,7 @@ def _fairseq(folder: Path) -> Foreign:
     if not tree or "model" not in checkpoint:
         raise UserError(f"{file} is no fairseq checkpoint: it lacks the model or its arguments")
     for name in ("encoder_learned_pos", "decoder_learned_pos", "no_token_positional_embeddings", "no_scale_embedding",
-                 "layernorm_embedding", "adaptive_softmax_cutoff"):
+                 "layernorm_embedding", "adaptive_softmax_cutoff", "encoder_langtok", "decoder_langtok"):
         if tree.get(name):
             raise UserError(f"{file} was trained with {name}={tree[name]}; deepnmt imports plain Post-LN and Pre-LN "
                             "Transformers with sinusoids")
@@ -372,7 +373,8 @@ def _fairseq(folder: Path) -> Foreign:
         for letter, part in zip("qkv", weights.pop(name).chunk(3), strict=True):
             weights[name.replace("in_proj_", f"{letter}_proj.")] = part
     output = _output(weights, "decoder.output_projection.weight")
-    langs = [settings.source_lang or "src", settings.target_lang or "trg"]
+    source, target = given or ("src", "trg")
+    langs = [settings.source_lang or source, settings.target_lang or target]
     files = [folder / name for name in ("sentencepiece.bpe.model", "spm.model", "sentencepiece.model")]
     models = [file for file in files if file.is_file()]
     if not models:
@@ -381,10 +383,16 @@ def _fairseq(folder: Path) -> Foreign:
     vocabs, rows = [], []
     for lang, count in zip(langs, (len(_embedding(weights, "encoder")), len(output)), strict=True):
         dictionary = folder / (f"dict.{lang}.txt" if (folder / f"dict.{lang}.txt").is_file() else "dict.txt")
+        if not dictionary.is_file():
+            raise UserError(f"{folder} has neither dict.{lang}.txt nor dict.txt; give the whole folder, with --langs "
+                            "SRC TRG if its dictionaries are named after other languages")
         text = _read(dictionary, partial(str, _read(dictionary, dictionary.read_bytes), "utf-8"))
         names = [line.rpartition(" ")[0] for line in text.split("\n") if line.strip()]
         if len(names) + 4 > count:
             raise UserError(f"{dictionary} has {len(names)} symbols, but the model {count - 4}; give the model's own")
+        if len(names) + 4 < count:
+            print_status(f"warning: {dictionary} has {len(names)} symbols, but the model {count - 4}; the others are "
+                         "never used; if they are not tokens of a task of fairseq's, give the model's own")
         names += [f"<unused{number}>" for number in range(count - 4 - len(names))]
         vocabs.append(_vocabulary(models[0], names))
         rows.append([3, 2, 2, 1, *range(4, count)])  # theirs: <s> 0, <pad> 1, </s> 2, <unk> 3; they begin with </s>

@@ -94,6 +94,12 @@ def test_faulty_files_are_refused(prepared: Path, tmp_path: Path, faulty: list[s
     assert not Path(recipe.data.folder).exists()
 
 
+def test_a_faulty_line_of_a_shard_is_named_where_it_is(prepared: Path, tmp_path: Path) -> None:
+    recipe = with_links(prepared, tmp_path, lines=["0-0"] * 9 + ["99-1"] + ["0-0"] * 10, shard_pairs=7)
+    with user_error(f"^{tmp_path}/links, line 10: 99-1 is beyond the source sentence"):
+        prepare(recipe)
+
+
 def test_words_that_pieces_do_not_begin_leave_a_pair_without(prepared: Path, tmp_path: Path) -> None:
     """SentencePiece's character for a space in the text itself begins a word."""
     pairs = list(read_pairs(recipe_of(prepared, tmp_path).data.test["held_out"]))

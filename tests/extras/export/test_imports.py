@@ -120,6 +120,18 @@ def test_fairseq_has_the_same_logits(pre: bool, tmp_path: Path) -> None:
         assert main("import", [str(tmp_path / "fairseq"), str(tmp_path / f"again{number}")]) == 0
 
 
+def test_dictionaries_that_a_fairseq_checkpoint_does_not_name(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run = tmp_path / "fairseq", tmp_path / "run"
+    fairseq_folder(folder, pre=False, source_lang=None, target_lang=None)
+    assert "neither dict.src.txt nor dict.txt; give the whole folder, with --langs" in refused("import", folder, run)
+    short = (folder / "dict.en.txt").read_text("utf-8").splitlines(True)[5:]
+    (folder / "dict.en.txt").write_text("".join(short), "utf-8")
+    assert main("import", [str(folder), str(run), "--langs", "de", "en"]) == 0
+    assert "dict.en.txt has 32 symbols, but the model 37; the others are never used" in capsys.readouterr().err
+
+
 def test_an_imported_model_is_fine_tuned_translated_with_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +172,8 @@ def test_no_pickle_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_models_that_deepnmt_cannot_compute_are_refused(tmp_path: Path, refused: Refused) -> None:
     fairseq_folder(tmp_path / "learned", pre=False, decoder_learned_pos=True)
     assert "was trained with decoder_learned_pos=True" in refused("import", tmp_path / "learned", tmp_path / "run")
+    fairseq_folder(tmp_path / "many", pre=True, decoder_langtok=True)
+    assert "was trained with decoder_langtok=True" in refused("import", tmp_path / "many", tmp_path / "run")
     fairseq_folder(tmp_path / "bpe", pre=False)
     (tmp_path / "bpe" / "sentencepiece.bpe.model").unlink()
     assert "has no sentencepiece.bpe.model" in refused("import", tmp_path / "bpe", tmp_path / "run")
