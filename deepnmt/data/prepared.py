@@ -221,7 +221,8 @@ def _from_version_1(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
     """What checkpoints of version 0.2 and older know these data by: the hash of the manifest that those wrote. They
-    had no `drop_overlap`, and did not count the overlap or by corpora; `vocab.tags` is younger than 0.1."""
+    had no `drop_overlap`, did not count the overlap or by corpora, and did not say of which corpus a file is;
+    `vocab.tags` is younger than 0.1."""
     settings = dict(manifest["settings"])
     if not settings.get("data.filters.drop_overlap"):
         settings.pop("data.filters.drop_overlap", None)
@@ -229,10 +230,13 @@ def _fingerprints_of_version_1(manifest: dict[str, Any]) -> list[str]:
     for split in splits.values():
         split.pop("overlap", None)
         split.pop("by_corpus", None)
+    inputs = {}
+    for name, entries in manifest["inputs"].items():
+        inputs[name] = [{fact: entry[fact] for fact in entry if fact != "corpus"} for entry in entries]
     files = {}
     for name, entry in manifest["files"].items():
         files[name] = {"bytes": entry["size"], "sha256": entry["sha256"]}
-    old = {"format": manifest["format"], "settings": settings, "inputs": manifest["inputs"],
+    old = {"format": manifest["format"], "settings": settings, "inputs": inputs,
            "vocab": manifest["vocab"], "splits": splits, "version": 1, "files": files}
     hashes = [_hash_of_version_1(old)]
     if not settings.get("vocab.tags"):

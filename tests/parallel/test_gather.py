@@ -67,7 +67,7 @@ def trial(recipe: str, checkpoint: str, layout: str, stages: str, output: str) -
 def check_texts(settings: Recipe, ranks: Ranks) -> None:
     """Training texts may be on some machines only: a fault that one process finds in them stops all."""
     here = patch("deepnmt.data.prepared.on_this_machine", lambda corpus: ranks.rank == ranks.world - 1)
-    others = patch("deepnmt.data.prepared.input_files", lambda corpus: [])
+    others = patch("deepnmt.data.prepared.files_by_corpus", lambda text: [])
     with here, others, user_error("made from other texts"):
         Trainer(settings, ranks)
 
