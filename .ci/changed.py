@@ -44,7 +44,7 @@ TESTS = {
     "docs/guide/notebook.ipynb": "tests/cli/test_notebook.py",
     "docs/guide/tutorial.md": "tests/extras/test_tutorial.py",
     "docs/reference/blocks.md": "tests/model/test_blocks.py",
-    "studies/results/blocks.md": "tests/model/test_published.py",
+    "studies/results/initial_weights.md": "tests/model/test_published.py",
     "docs/reference/checkpoints.md": "tests/checkpoint/test_format_page.py",
     "README.md": "tests/project/test_readme.py tests/project/test_pages.py",
     "tests/support/": "tests",

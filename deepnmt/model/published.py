@@ -3,7 +3,7 @@
 A class here differs from the block in blocks/ in the draw of its weights, and four differ in their parameters: Fixup
 in its scalars and biases, looks_linear in the rows of fc1, admin_closed_form in its ω, DLCL in the norm of y_0. Blocks
 that are not listed start as their authors' code does anyway. docs/reference/blocks.md names the code,
-studies/results/blocks.md compares the two, matrix by matrix.
+studies/results/initial_weights.md compares the two, matrix by matrix.
 """
 
 from __future__ import annotations

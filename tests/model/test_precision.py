@@ -97,11 +97,11 @@ def test_sums_of_softmax(dtype: torch.dtype, training: bool) -> None:
 
 @pytest.mark.skipif(not os.environ.get("DEEPNMT_LONG"), reason="half a minute of one core; DEEPNMT_LONG=1 runs it")
 def test_every_block_in_fp16_as_documented() -> None:
-    """The fp16 columns of studies/results/blocks.md, printed with `-s`; the page explains the measurement."""
+    """The fp16 columns of studies/results/initial_weights.md, printed with `-s`; the page explains the measurement."""
     generator = torch.Generator().manual_seed(1)
     src, trg = (torch.randint(4, 1000, (8, length), generator=generator) for length in (24, 25))
     batch = batch_of(src, torch.full((8,), 24), trg[:, :-1], trg[:, 1:])
-    text = (Path(__file__).parents[2] / "studies" / "results" / "blocks.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "studies" / "results" / "initial_weights.md").read_text(encoding="utf-8")
     columns = r"^\| `(\w+)` .*\| ([\d.]+) \| ([\d.]+) %"
     rows = {block: (float(largest), float(zeros)) for block, largest, zeros in re.findall(columns, text, re.MULTILINE)}
     for block in BLOCKS:

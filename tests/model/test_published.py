@@ -25,7 +25,7 @@ from deepnmt.model.published import PUBLISHED
 from deepnmt.model.transformer import Stack, Transformer, build_layer
 
 D, H, WIDTH, FFN, LAYERS = 16, 4, 512, 2048, 18
-PAGE = Path(__file__).parents[2] / "studies" / "results" / "blocks.md"
+PAGE = Path(__file__).parents[2] / "studies" / "results" / "initial_weights.md"
 
 
 def shape(block: str, layers: int = 3, width: int = D, ffn: int = 24, tied: str = "all", **settings: Any) -> Model:

@@ -35,7 +35,7 @@ def slower(factors: Mapping[str, float], side: str, share: float) -> dict[str, f
 
 def slower_encoder(recipe: Recipe) -> dict[str, Any]:
     """Settings with which an encoder that has collapsed learns more slowly. A recipe without factors gets
-    them for a quarter of its updates: kept to the end they cost quality (studies/results/blocks.md)."""
+    them for a quarter of its updates: kept to the end they cost quality (studies/results/collapse.md)."""
     optimizer = recipe.optimizer
     factors = slower(optimizer.lr_factors, "encoder", SLOW_ENCODER["encoder"])
     settings: dict[str, Any] = {"optimizer.lr_factors": factors}
