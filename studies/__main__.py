@@ -368,15 +368,15 @@ def long_runs(words: list[str]) -> None:
     add_options(parser, ("--runs", "FILE", Path, "studies/deep_runs.jsonl", "the file of runs (default: %(default)s)"),
                 ("--output", "FOLDER", Path, "runs/deep", "folder of the run folders (default: %(default)s)"),
                 ("--plot", "FILE", Path, None, "a PNG of validation perplexities, with --report"),
-                ("--beside", "ARM", str, None, "what --report compares with (default: the first arm)"), SECONDS)
+                ("--arms", "ARM", str, [], "--report these alone, each compared with the first of them"), SECONDS)
     parser.add_argument("--report", action="store_true", help="print the table of the runs there are; train none")
     args = parser.parse_args(words)
     from studies.long_runs import read_plan, report, run_plan
 
-    if (args.plot or args.beside) and not args.report:
-        raise UserError("--plot and --beside belong to --report; add that, or leave them out")
+    if (args.plot or args.arms) and not args.report:
+        raise UserError("--plot and --arms belong to --report; add that, or leave them out")
     if args.report:
-        print(report(args.runs, args.plot, args.beside))
+        print(report(args.runs, args.plot, args.arms))
         return
     print(run_plan(read_plan(args.plan), args.runs, args.output, args.settings, args.seconds))
 

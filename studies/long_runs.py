@@ -12,7 +12,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -171,9 +171,8 @@ def commit() -> str:
                           cwd=Path(__file__).parent).stdout.strip()
 
 
-def report(file: Path, picture: Path | None, beside: str | None = None) -> str:
-    """The table of the arms in Markdown, in the order in which they came to an end, each compared with one of them, and
-    one of their layers where they were measured.
+def report(file: Path, picture: Path | None, only: Sequence[str] = ()) -> str:
+    """The table of the arms in Markdown, each compared with the first, and one of their layers where they were measured.
 
     A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the
     permutation test of `scores.difference_of_runs`.
@@ -181,19 +180,21 @@ def report(file: Path, picture: Path | None, beside: str | None = None) -> str:
     Args:
         file: the records.
         picture: a PNG to write, with the validation perplexity of each arm's first seed.
-        beside: the arm that the others are compared with; None: the first.
+        only: the arms to report, in this order; none: all, in the order in which they came to an end.
 
     Raises:
-        UserError: there is no record, or none of that arm.
+        UserError: there is no record, or none of an arm.
     """
     if not file.exists() or not file.stat().st_size:
         raise UserError(f"there is no file {file} with runs; train some first, without --report")
     arms: dict[str, list[Record]] = {}
     for _, record in read_numbered_log(file):
         arms.setdefault(record["arm"], []).append(record)
-    beside = beside or next(iter(arms))
-    if beside not in arms:
-        raise UserError(f"--beside is {beside}, but {file} has {', '.join(arms)}")
+    for name in only:
+        if name not in arms:
+            raise UserError(f"--arms has {name}, but {file} has {', '.join(arms)}")
+    arms = {name: arms[name] for name in only or arms}
+    beside = next(iter(arms))
     tests = list(arms[beside][0]["tests"])
     rows = [["arm", "seeds", *(f"{test}: BLEU, chrF" for test in tests), "perplexity", "CPU hours", "commit",
              *(f"{test}: BLEU beside {beside}, p" for test in tests)]]

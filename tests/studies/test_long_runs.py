@@ -73,12 +73,13 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
     assert deep == "| deep | 2 | 30.5 ± 0.7, 50.0 ± 0.0 | 6.00 ± 0.00 | 1.50 ± 0.71 | abc |  |"
     gain = bleu(with_totals(better).sum(axis=0)) - bleu(with_totals(counts).sum(axis=0))
     assert wide.split(" | ")[-1].startswith(f"{gain:+.2f}, ") and float(wide.split(", ")[-1].strip("| ")) < 0.01
-    _, _, deep, wide = report(records, None, "wide").splitlines()
+    assert len(report(records, None, ["wide"]).splitlines()) == 3
+    _, _, wide, deep = report(records, None, ["wide", "deep"]).splitlines()
     assert deep.split(" | ")[-1].startswith(f"{-gain:+.2f}, ") and wide.endswith("|  |")
     with pytest.raises(UserError, match="train some first"):
         report(tmp_path / "none.jsonl", None)
-    with pytest.raises(UserError, match=r"--beside is tall, but .*runs\.jsonl has deep, wide"):
-        report(records, None, "tall")
+    with pytest.raises(UserError, match=r"--arms has tall, but .*runs\.jsonl has deep, wide"):
+        report(records, None, ["tall"])
 
 
 def test_only_a_newline_ends_a_line_of_a_test_set(tmp_path: Path) -> None:
