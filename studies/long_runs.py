@@ -172,7 +172,8 @@ def commit() -> str:
 
 
 def report(file: Path, picture: Path | None, only: Sequence[str] = ()) -> str:
-    """The table of the arms in Markdown, each compared with the first, and one of their layers where they were measured.
+    """The table of the arms in Markdown, each compared with the first, and one of their layers where those were
+    measured.
 
     A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the
     permutation test of `scores.difference_of_runs`.
