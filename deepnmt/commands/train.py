@@ -52,6 +52,7 @@ def train(words: list[str]) -> int:
         "deepnmt train my.yaml --dry-run --card h100-80\n"
         "deepspeed --quiet --num_accelerators 2 --module deepnmt train my.yaml\n"
         "torchrun --nproc_per_node 2 -m deepnmt train my.yaml",
+        setting="model.encoder.block=b2t",
     )
     parser.add_argument("--dry-run", action="store_true",
                         help="print the whole recipe, the model's size, memory and layout, and train nothing")

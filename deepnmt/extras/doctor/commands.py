@@ -27,6 +27,7 @@ def diagnose(words: list[str]) -> None:
         "deepnmt diagnose runs/my --checkpoint best\n"
         "deepnmt diagnose my.yaml model.encoder.block=pre_ln model.decoder.block=pre_ln --coordinates "
         "--widths 32 64 128 256 --depths 2 4 8 16 32 64",
+        setting="model.encoder.block=post_ln",
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()

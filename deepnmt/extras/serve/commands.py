@@ -20,6 +20,7 @@ def serve(words: list[str]) -> None:
         "prometheus-client: pip install 'deepnmt[serve]'",
         "deepnmt serve runs/my\n"
         "deepnmt serve runs/my --checkpoint best --host 0.0.0.0 --port 8080 translate.beam=1",
+        setting="translate.beam=1",
     )
     add = parser.add_argument
     add_checkpoints(parser)

@@ -46,6 +46,7 @@ def translate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/pairs --input in.txt --output out.txt\n"
         "deepnmt translate runs/pairs --input in.txt translate.beam=8",
+        setting="translate.beam=8",
     )
     add = parser.add_argument
     add_files(parser, "the text, a sentence a line; plain, .gz, .xz, .zst or .bz2", "the file of the translations")
@@ -75,6 +76,7 @@ def evaluate(words: list[str]) -> None:
         "deepnmt evaluate runs/my\n"
         "deepnmt evaluate runs/my --checkpoint best --context 400 data.block=512\n"
         "deepnmt evaluate runs/my --test valid",
+        setting="data.block=512",
     )
     add = parser.add_argument
     add("--test", action="append", metavar="NAME", help="a test text's name in data.test, or valid (of texts of one "

@@ -26,6 +26,7 @@ def translate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/speech --input list.tsv --output out.txt\n"
         "deepnmt translate runs/speech --checkpoint best --input list.tsv --format jsonl translate.nbest=5",
+        setting="translate.nbest=5",
     )
     add_files(parser, "the list, an audio file a line", "the file of the texts")
     add_format(parser)
@@ -51,6 +52,7 @@ def evaluate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/speech\n"
         "deepnmt evaluate runs/speech --checkpoint best --test clean translate.beam=10",
+        setting="translate.beam=10",
     )
     parser.add_argument("--test", action="append", metavar="SET",
                         help="a name in data.test; repeat it for several (default: all)")

@@ -38,6 +38,7 @@ def translate(words: list[str]) -> None:
         "deepnmt translate runs/my --checkpoint best --checkpoint runs/other --input in.txt --output out.txt\n"
         "deepnmt translate runs/my --input in.txt --prefix begin.txt --output out.txt\n"
         "deepnmt translate runs/my --input in.de.zst --output out.en.zst --part 3/8",
+        setting="translate.beam=8",
     )
     add = parser.add_argument
     add_files(parser, "the text, a sentence a line; plain, .gz, .xz, .zst or .bz2",
