@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from deepnmt.config import Corpus
 from deepnmt.data.tables import COMPRESSED, Pair, Row, by_rows, count_rows, read_table
-from deepnmt.data.text import columns_of, files_of, pair_files, read_lines, unequal_lines
+from deepnmt.data.text import Line, columns_of, files_of, pair_files, read_lines, unequal_lines
 from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress
 
@@ -135,9 +135,9 @@ def _spans(files: Sequence[str], scans: Sequence[Scan], start: int, stop: int) -
         begin += scan.lines
 
 
-def lines_of(unit: Unit, column: str) -> Iterator[tuple[str, int, str]]:
-    """File, number from 1 and text of the lines of a unit. Raises `UserError`, see `read_lines`."""
-    for file, first, lines, start in unit.columns[column]:
+def lines_of(unit: Unit, column: str) -> Iterator[Line]:
+    """The lines of a unit in a column; none if its corpus has no such column. Raises `UserError`, see `read_lines`."""
+    for file, first, lines, start in unit.columns.get(column, ()):
         for number, line in enumerate(itertools.islice(read_lines(Path(file), first, start), lines), start=first + 1):
             yield file, number, line
 
