@@ -180,26 +180,34 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         folder.mkdir(parents=True, exist_ok=True)
         units = _index(recipe, folder)
         work = Work(recipe, folder, sum(unit.lines for unit in units), that_have_run(recipe.plugins))
-        for step, result, done in ((read_unit, Work.read, "read"), (encode_unit, Work.shard, "encoded")):
-            run(work, _without(work, units, result), step)
-            missing = _without(work, units, result)
-            if missing:
-                return f"{len(missing)} of {len(units)} units are not {done} yet, {name_of(missing[0])} among them"
-            with _alone(folder):
-                if target.exists() and any(target.iterdir()):  # another process was faster
-                    continue
-                if step is read_unit and not (folder / "joined.json").exists():
-                    join(work, units)
-                if step is encode_unit:
-                    folders.recover_after_kill(target.parent, glob.escape(target.name))
-                    finish(work, units, target)
-                    shutil.rmtree(folder, ignore_errors=True)
+
+        run(work, _without(units, work.read), read_unit)
+        missing = _without(units, work.read)
+        if missing:
+            return f"{len(missing)} of {len(units)} units are not read yet, {name_of(missing[0])} among them"
+        with _alone(folder):
+            if not _has_files(target) and not (folder / "joined.json").exists():  # else another process was faster
+                join(work, units)
+
+        run(work, _without(units, work.shard), encode_unit)
+        missing = _without(units, work.shard)
+        if missing:
+            return f"{len(missing)} of {len(units)} units are not encoded yet, {name_of(missing[0])} among them"
+        with _alone(folder):
+            if not _has_files(target):
+                folders.recover_after_kill(target.parent, glob.escape(target.name))
+                finish(work, units, target)
+                shutil.rmtree(folder, ignore_errors=True)
     return ""
 
 
-def _without(work: Work, units: Sequence[Unit], result: Callable[[Work, Unit], Path]) -> list[Unit]:
+def _has_files(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())
+
+
+def _without(units: Sequence[Unit], result: Callable[[Unit], Path]) -> list[Unit]:
     """The units whose result is not there yet."""
-    return [unit for unit in units if not result(work, unit).exists()]
+    return [unit for unit in units if not result(unit).exists()]
 
 
 @contextmanager
