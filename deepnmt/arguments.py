@@ -161,23 +161,14 @@ def _section(words: str) -> str:
     return key.split(".")[0]
 
 
-def settable(
-    args: argparse.Namespace, command: str, why: str, without: Sequence[str] = (), recipe: type[Recipe] = Recipe
-) -> None:
-    """Raises `UserError` where a setting is given on the command line that has no effect in this command, see
-    `config.fields.For`.
-
-    Args:
-        without: settings that have none this time.
-        recipe: the class of the task's recipes.
+def settable(args: argparse.Namespace, settings: Sequence[str], why: str) -> None:
+    """Raises `UserError` where a setting is given on the command line that is none of these, nor in a section that is.
     """
     for words in args.overrides:
         key = words.partition("=")[0]
-        effective = recipe.is_marked(key, command) or _section(words) == "plugins"
-        if key in without or not effective:
-            known = [name for name in recipe.marked(command) if name not in without]
+        if not any(f"{key}.".startswith(f"{name}.") for name in (*settings, "plugins")):
             raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
-                            f"{', '.join(known)})")
+                            f"{', '.join(settings)})")
 
 
 def given(args: argparse.Namespace) -> set[str]:

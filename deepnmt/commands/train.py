@@ -131,7 +131,10 @@ def average(words: list[str]) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the average (default: RUN/averaged)")
     args, recipe = parse(parser, words)
     chosen = any(way is not None for way in (args.last, args.best, args.updates, args.range, args.checkpoints))
-    settable(args, "average", "checkpoints are averaged as they are", without=["average_last"] if chosen else [])
+    settings = recipe.marked("average")
+    if chosen:
+        settings.remove("average_last")
+    settable(args, settings, "checkpoints are averaged as they are")
     updates = numbers("--updates", args.updates, ",")
     span = numbers("--range", args.range, ":")
     if span is not None and len(span) != 2:

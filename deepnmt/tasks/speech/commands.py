@@ -32,7 +32,7 @@ def translate(words: list[str]) -> None:
     add_format(parser)
     add_checkpoints(parser, CHECKPOINT)  # so that an ensemble is refused in a sentence
     args, recipe = parse(parser, words)
-    settable(args, "translate", "a trained model recognises as it is")
+    settable(args, recipe.marked("translate"), "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
     from deepnmt.tasks.speech.recognise import recognise_list
 
@@ -58,7 +58,7 @@ def evaluate(words: list[str]) -> None:
                         help="a name in data.test; repeat it for several (default: all)")
     add_checkpoints(parser, CHECKPOINT)  # so that an ensemble is refused in a sentence
     args, recipe = parse(parser, words)
-    settable(args, "evaluate", "a trained model recognises as it is")
+    settable(args, recipe.marked("evaluate"), "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
     from deepnmt.tasks.speech.recognise import score_lists
 
