@@ -331,28 +331,15 @@ def translate_shards(
     hypotheses in order on rank 0, nothing on other ranks. `start`: lines translated before these."""
 
     def work(items: list[tuple[str, str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
-        texts, begins, known = [], [], []
-        for text, begin, reference in items:
-            texts.append(text)
-            begins.append(begin)
-            known.append(reference)
-        translations = translate_lines(model, vocabs, texts, settings, prefixes=begins,
-                                       references=None if references is None else known, judge=judge, seed=seed,
-                                       numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned,
-                                       progress=progress, warn=warn)
-        records = []
-        for hypotheses in translations:
-            records.append([list(asdict(h).values()) for h in hypotheses])
-        return records
+        translations = translate_lines(
+            model, vocabs, [text for text, _, _ in items], settings, prefixes=[begin for _, begin, _ in items],
+            references=None if references is None else [reference for _, _, reference in items], judge=judge,
+            seed=seed, numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned, progress=progress,
+            warn=warn)
+        return [[list(asdict(h).values()) for h in hypotheses] for hypotheses in translations]
 
-    empty = itertools.repeat("")
-    begins_of_all: Iterable[str] = empty
-    known_of_all: Iterable[str] = empty
-    if prefixes is not None:
-        begins_of_all = prefixes
-    if references is not None:
-        known_of_all = references
-    items = zip(lines, begins_of_all, known_of_all)
+    nothing = itertools.repeat("")
+    items = zip(lines, nothing if prefixes is None else prefixes, nothing if references is None else references)
     for best in share(items, lambda item: len(item[0]), work, ranks, progress, start):
         yield [Hypothesis(*h) for h in best]
 
