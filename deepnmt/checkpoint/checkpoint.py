@@ -42,7 +42,7 @@ from deepnmt.model.transformer import Transformer, fill_with_nan
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
 REQUIRED = (WEIGHTS, STATE, RECIPE)  # in every checkpoint, whatever its task
-# Any other file belongs to the task (training/task.py, `_files`); averages and folded models copy it.
+# Any other file belongs to the task (training/task.py, `Task.files`); averages and folded models copy it.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 
 Which = Literal["auto", "averaged", "newest", "best"]

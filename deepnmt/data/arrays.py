@@ -6,7 +6,8 @@ For a side of a split, e.g. `train.src`:
     train.src.tokens32      the same in uint32, for a vocabulary of more than 65,536 pieces
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
-    train.NAME.tokens       an annotation of the text
+    valid.src.txt           the text itself, one sentence a line; not for the training text
+    train.NAME.tokens       an annotation of the text, see `annotations.py`
 """
 
 from __future__ import annotations

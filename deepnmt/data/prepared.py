@@ -1,14 +1,8 @@
 """Prepared data: a folder of memory-mapped token arrays and two vocabularies, with a manifest (see `folders.py`).
 
 `manifest.json` holds the settings, the inputs' hashes, the vocabularies' fingerprints, counts for every split, and the
-size and hash of every other file, and no others are read. For a side of a split, e.g. `train.src`:
-
-    train.src.tokens        uint16, little-endian: the pieces of all sentences, without bos and eos
-    train.src.tokens32      the same in uint32, for a vocabulary of more than 65,536 pieces
-    train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
-    train.v03.src.tokens    the same for sampled segmentation 3 of the training text
-    valid.src.txt           the text itself, one sentence a line; not for the training text
-    train.NAME.tokens       an annotation of the text, see `annotations.py`
+size and hash of every other file, and no others are read. `arrays.py` has the files of a split. Those of the training
+text may lie in folders of their own, see `shards.py`.
 
 `open_prepared` opens the data of a recipe and checks that it was made with the recipe's settings.
 """
