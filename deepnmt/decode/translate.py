@@ -231,22 +231,22 @@ def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | Non
                         "or start one process")
     if sources.count("-") > 1:
         raise UserError("two inputs are standard input; give a file for one of them")
-    out = None if target == "-" else Path(target)
-    for source in sources:
-        if source == "-":
-            continue
-        file = Path(source)
+    files = [Path(source) for source in sources if source != "-"]
+    for file in files:
         if not file.is_file():
             raise UserError(f"there is no input file {file}; give an existing text or .gz file, or - for standard "
                             "input")
-        if out is not None and out.exists() and out.samefile(file):
-            raise UserError(f"output {out} is the input file itself; give another output file")
-    if out is not None and out.is_dir():
+    if target == "-":
+        return None
+    out = Path(target)
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise UserError(f"output {out} is the input file itself; give another output file")
+    if out.is_dir():
         raise UserError(f"output {out} is a folder; give the name of a file in it")
-    if out is not None and not out.parent.is_dir():
+    if not out.parent.is_dir():
         raise UserError(f"output {out} cannot be written: there is no folder {out.parent}; make it, or give a file in "
                         "an existing one")
-    if out is not None and not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"output {out} cannot be written: there is no permission, or the disk is read-only; give "
                         "another file")
     return out
