@@ -12,7 +12,7 @@ For a side of a split, e.g. `train.src`:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,14 @@ def check_tokens(folder: Path, name: str, size: int, kind: Kind) -> None:
     highest = int(array_of(folder / name, TOKENS[name.rpartition(".")[2]]).max(initial=0))
     if highest >= size:
         raise DamagedFolder(folder, f"{name} has a token {highest}, but the vocabulary has {size} pieces", kind)
+
+
+def check_sides(folder: Path, files: Iterable[str], sizes: Mapping[str, int], kind: Kind) -> None:
+    """`check_tokens` of the files of all sides, whose vocabularies have these sizes."""
+    for name in files:
+        side, suffix = name.split(".")[-2:]
+        if suffix in TOKENS and side in sizes:
+            check_tokens(folder, name, sizes[side], kind)
 
 
 def padded_with_eos(sentences: Sequence[Tokens]) -> tuple[Indices, Indices]:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from deepnmt import folders
 from deepnmt.config import Cleaning, Corpus, Data, Fact, Filters, Recipe, Vocab, flatten
 from deepnmt.config.plugins import source_of
-from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, check_tokens
+from deepnmt.data.arrays import FORMAT, KIND, Split, check_sides
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
 from deepnmt.data.text import cleaning_of, corpora_of, files_by_corpus, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
@@ -137,11 +137,7 @@ class PreparedData:
     def _verify_files(self) -> None:
         folders.check_files(self.folder, self.manifest, None, (), KIND)
         source, target = self.vocabs()
-        sizes = {"src": source.size, "trg": target.size}
-        for name in self.manifest["files"]:
-            side, kind = name.split(".")[-2:]
-            if kind in TOKENS and side in sizes:
-                check_tokens(self.folder, name, sizes[side], KIND)
+        check_sides(self.folder, self.manifest["files"], {"src": source.size, "trg": target.size}, KIND)
 
     @property
     def fingerprint(self) -> str:
