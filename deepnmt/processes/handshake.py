@@ -149,7 +149,7 @@ def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tu
     return [json.loads(store.get(key)) for key in keys], ""
 
 
-def _come(store: dist.Store, keys: Sequence[str], wait: timedelta) -> bool:
+def _come(store: dist.Store, keys: list[str], wait: timedelta) -> bool:
     """Whether all reports come within this time."""
     try:
         store.wait(keys, wait)
