@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,11 +103,12 @@ def plain_parser(command: str, text: str, examples: str, program: str = "deepnmt
     return parser
 
 
-def recipe_parser(command: str, text: str, examples: str, program: str = "deepnmt",
-                  default: str | None = None, more: str = "") -> Parser:
+def recipe_parser(command: str, text: str, examples: str, program: str = "deepnmt", *,
+                  setting: str = "run=runs/other", default: str | None = None, more: str = "") -> Parser:
     """A parser of a recipe and overrides; commands add their own options.
 
     Args:
+        setting: an override that the command takes, for its help.
         default: the recipe if none is given.
         more: what else may stand between overrides: folders of further runs, which `parse` puts into `runs`.
     """
@@ -120,10 +120,9 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
         parser.add_argument("recipe", metavar="RECIPE", help=what)
     if more:
         parser.set_defaults(runs=[])
-    setting = re.search(r"(?<=\s)[a-z]+\.[a-z_.]+=\S+", examples)  # one that the command takes
     parser.add_argument("overrides", nargs="*", metavar=f"{more} KEY=VALUE".strip(),
                         help=f"{'further runs, and ' if more else ''}settings of the recipe to change, for example "
-                             f"{setting[0] if setting else 'run=runs/other'}")
+                             f"{setting}")
     return parser
 
 
@@ -162,23 +161,14 @@ def _section(words: str) -> str:
     return key.split(".")[0]
 
 
-def settable(
-    args: argparse.Namespace, command: str, why: str, without: Sequence[str] = (), recipe: type[Recipe] = Recipe
-) -> None:
-    """Raises `UserError` where a setting is given on the command line that has no effect in this command, see
-    `config.fields.For`.
-
-    Args:
-        without: settings that have none this time.
-        recipe: the class of the task's recipes.
+def settable(args: argparse.Namespace, settings: Sequence[str], why: str) -> None:
+    """Raises `UserError` where a setting is given on the command line that is none of these, nor in a section that is.
     """
     for words in args.overrides:
         key = words.partition("=")[0]
-        effective = recipe.is_marked(key, command) or _section(words) == "plugins"
-        if key in without or not effective:
-            known = [name for name in recipe.marked(command) if name not in without]
+        if not any(f"{key}.".startswith(f"{name}.") for name in (*settings, "plugins")):
             raise UserError(f"{words} has no effect here because {why}; remove it (these have one: "
-                            f"{', '.join(known)})")
+                            f"{', '.join(settings)})")
 
 
 def given(args: argparse.Namespace) -> set[str]:

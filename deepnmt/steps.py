@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepnmt.config import Corpus, Data, Recipe, load_recipe
 from deepnmt.config.plugins import is_named
@@ -30,6 +30,18 @@ from deepnmt.visitors import find
 Start = Callable[[list[str]], int]  # runs a command, from the words after `deepnmt` to the exit code
 _MAIN = Path(__file__).with_name("__main__.py")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LAUNCHED = ("train", "translate", "evaluate")  # which take several processes
+
+
+class _Job(NamedTuple):
+    """A file of a corpus to be made, by the model of the recipe `maker`, from `source`; `reference`: the file of the
+    real translations, "" if there is none."""
+
+    corpus: Corpus
+    maker: Recipe
+    source: str
+    reference: str
+    made: Path
 
 
 def run_steps(
@@ -58,26 +70,23 @@ def run_steps(
                 by = corpus.translated_by
                 if by:
                     wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus), *_metrics(recipe)])))
-    jobs = []
+    jobs: list[_Job] = []
     for corpus, maker in wanted:  # all faults come first
         jobs += _missing(recipe, corpus, maker)
-    makers = [str(corpus.translated_by) for corpus, *_ in jobs]
-    for by in dict.fromkeys(makers):
+    for by in dict.fromkeys(str(job.corpus.translated_by) for job in jobs):
         if not Path(by).is_dir():
             code = run_steps(by, load_recipe(by), (), start, (*asking, file))
             if code:
                 return code
-    before = find("steps", "before_search")
-    for corpus, maker, source, reference, made in jobs:
-        if before:
-            for words in before(maker):
-                code = start(words)
-                if code:
-                    return code
-        write_json(_record(made), _origin(corpus, source))
-        references = ["--references", reference] if reference else []
-        code = start(["translate", maker.run, "--input", source, "--output", str(made), *references,
-                      *_search(corpus), *_metrics(recipe)])
+    for job in jobs:
+        for words in _before_search(job.maker):
+            code = start(words)
+            if code:
+                return code
+        write_json(_record(job.made), _origin(job.corpus, job.source))
+        references = ["--references", job.reference] if job.reference else []
+        code = start(["translate", job.maker.run, "--input", job.source, "--output", str(job.made), *references,
+                      *_search(job.corpus), *_metrics(recipe)])
         if code:
             return code
     for words in _steps(file, recipe, overrides):
@@ -96,10 +105,14 @@ def _steps(file: str, recipe: Recipe, overrides: Sequence[str]) -> Iterator[list
     yield ["train", file, *overrides]
     yield ["average", recipe.run]
     if getattr(recipe.data, "test", None):
-        before = find("steps", "before_search")
-        if before:
-            yield from before(recipe)
+        yield from _before_search(recipe)
         yield ["evaluate", recipe.run, *_metrics(recipe)]
+
+
+def _before_search(recipe: Recipe) -> list[list[str]]:
+    """The commands that the search of a recipe's model needs before, by the visitor that has them."""
+    before: Callable[[Recipe], list[list[str]]] | None = find("steps", "before_search")
+    return before(recipe) if before else []
 
 
 def _place(by: str) -> list[str]:
@@ -118,9 +131,8 @@ def _metrics(recipe: Recipe) -> list[str]:
     return [f"metrics={json.dumps(metrics)}"] if metrics else []
 
 
-def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus, Recipe, str, str, Path]]:
-    """The files of a corpus that `maker` has still to write, each after the file that it translates, and the real
-    translations.
+def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[_Job]:
+    """The files of a corpus that `maker` has still to write.
 
     Raises:
         UserError: it translates between other languages; a file was translated otherwise.
@@ -142,7 +154,7 @@ def _missing(recipe: Recipe, corpus: Corpus, maker: Recipe) -> list[tuple[Corpus
                 raise UserError(f"there is no text file {source}, which {corpus.translated_by} is to translate; "
                                 "correct its path in the recipe's data section")
             make_parent_folder(made, "its path in the recipe's data section")
-            jobs.append((corpus, maker, source, reference, made))
+            jobs.append(_Job(corpus, maker, source, reference, made))
         elif _record(made).is_file() and json.loads(_record(made).read_bytes()) != _origin(corpus, source):
             raise UserError(f"{made} was translated from another text, by another model or with other settings "
                             f"({_record(made)}); remove it to have it made again, or name another file")
@@ -173,7 +185,7 @@ def starter(launcher: str | None) -> Start:
 
     def start(words: list[str]) -> int:
         program, command = "deepnmt", [sys.executable, str(_MAIN)]
-        if launcher is not None and words[0] not in ("prepare", "average", "export"):
+        if launcher is not None and words[0] in _LAUNCHED:
             program, command = launcher, launching
         print_status(f"$ {program} {shlex.join(words)}")
         with subprocess.Popen([*command, *words]) as process:

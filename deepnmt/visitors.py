@@ -39,12 +39,12 @@ from deepnmt.version import PACKAGE
 
 
 def visitor_modules(kind: str) -> list[ModuleType]:
-    """The modules `deepnmt.extras.FOLDER.kind` that there are, by the folders' names."""
-    return _modules("extras", kind)
+    """The modules `deepnmt.extras.FOLDER.kind` that there are, in the order of the folders' names."""
+    return list(_modules("extras", kind).values())
 
 
-def task_modules(kind: str) -> list[ModuleType]:
-    """The modules `deepnmt.tasks.FOLDER.kind` that there are, by the folders' names."""
+def task_modules(kind: str) -> dict[str, ModuleType]:
+    """The modules `deepnmt.tasks.TASK.kind` that there are, by the tasks' names."""
     return _modules("tasks", kind)
 
 
@@ -61,9 +61,9 @@ def task_lines() -> dict[str, str]:
     return {name: import_module(f"deepnmt.tasks.{name}").LINE for name in names}
 
 
-def _modules(room: str, kind: str) -> list[ModuleType]:
-    files = sorted(PACKAGE.glob(f"{room}/*/{kind}.py"))
-    return [import_module(f"deepnmt.{room}.{file.parent.name}.{kind}") for file in files]
+def _modules(room: str, kind: str) -> dict[str, ModuleType]:
+    names = sorted(file.parent.name for file in PACKAGE.glob(f"{room}/*/{kind}.py"))
+    return {name: import_module(f"deepnmt.{room}.{name}.{kind}") for name in names}
 
 
 class NeedsVisitors(Protocol):

@@ -163,8 +163,7 @@ def _fenced(text: str) -> str:
 def schemas() -> dict[Path, str]:
     """The JSON schemas of recipes, with which editors complete and check settings: that of translation, and one for
     each task whose recipes have sections of their own."""
-    own = {PACKAGE / "tasks" / module.__name__.split(".")[-2] / SCHEMA.name: module.RECIPE
-           for module in task_modules("settings")}
+    own = {PACKAGE / "tasks" / task / SCHEMA.name: module.RECIPE for task, module in task_modules("settings").items()}
     return {file: _schema(recipe) for file, recipe in {SCHEMA: Recipe, **own}.items()}
 
 

@@ -211,6 +211,7 @@ def compare_blocks(words: list[str]) -> None:
         "pictures, blocks.png and layers.png (of the deepest models).",
         "python -m studies compare-blocks recipes/demo/admin_18l-18l.yaml parallel.ds_config=null --depths 6 12"
         " --processes 2",
+        setting="parallel.ds_config=null",
     )
     parser.add_argument("--inits", nargs="+", choices=list(INITS), default=["auto"], metavar="INIT",
                         help="initialisations: auto xavier xavier_separate depth_scaled published fairseq; a block runs"
@@ -258,6 +259,7 @@ def benchmark(words: list[str]) -> None:
         "same batches; sentences/s of translation with and without the cache.",
         "python -m studies benchmark recipes/multi30k/de-en_4l-4l.yaml batch.tokens=2048"
         " --translate runs/multi30k_de-en",
+        setting="batch.tokens=2048",
     )
     add_options(parser, ("--updates", "N", int, 20, "timed updates per round (default 20)"),
                 ("--rounds", "N", int, 3, "default 3"),
@@ -470,6 +472,7 @@ def transfer(words: list[str]) -> None:
         "unequal depth, with model.tuned_at and without, and says where the best rate is. Each run becomes a line of\n"
         "RUNS; the same command trains the missing ones.",
         "python -m studies transfer my.yaml model.encoder.block=pre_ln model.decoder.block=pre_ln",
+        setting="model.encoder.block=pre_ln",
     )
     add_options(parser, ("--runs", "FILE", Path, Path("studies/transfer_runs.jsonl"), "default: %(default)s"),
                 ("--seeds", "N", int, 3, "seeds of each run (default: %(default)s)"),
@@ -596,6 +599,7 @@ def decoder_only(words: list[str]) -> None:
         "Writes recipes, runs and runs.jsonl into OUTPUT; the same command goes on where it was stopped.",
         "python -m studies decoder-only recipes/multi30k/deep_18l-18l.yaml model.encoder.layers=3"
         " model.decoder.layers=3",
+        setting="model.encoder.layers=3",
     )
     add_options(parser, ("--output", "FOLDER", Path, Path("runs/decoder_only"), "default: %(default)s"),
                 ("--seeds", "N", int, [1, 2], "default 1 2"),

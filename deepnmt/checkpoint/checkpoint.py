@@ -42,7 +42,7 @@ from deepnmt.model.transformer import Transformer, fill_with_nan
 WEIGHTS, MOMENTS, STATE, RECIPE = "weights.safetensors", "moments.safetensors", "state.json", "recipe.yaml"
 SRC_VOCAB, TRG_VOCAB = "src.spm", "trg.spm"
 REQUIRED = (WEIGHTS, STATE, RECIPE)  # in every checkpoint, whatever its task
-# Any other file belongs to the task (training/task.py, `_files`); averages and folded models copy it.
+# Any other file belongs to the task (training/task.py, `Task.files`); averages and folded models copy it.
 MODEL_FILES = (*REQUIRED, SRC_VOCAB, TRG_VOCAB)  # what a translation model is loaded from
 
 Which = Literal["auto", "averaged", "newest", "best"]
@@ -383,13 +383,8 @@ def verify_model(folder: Path) -> None:
         verify_files(folder, (MOMENTS,))
 
 
-def open_model(
-    folder: Path, which: Which = "auto", task: str | None = None, alone: bool = False
-) -> tuple[Path, Recipe]:
+def open_model(folder: Path, which: Which = "auto", task: str | None = None) -> tuple[Path, Recipe]:
     """The checkpoint of a folder or a run (see `find_checkpoint`), whose model is undamaged, and its recipe.
-
-    Args:
-        alone: whether it may be a decoder by itself that translates, too.
 
     Raises:
         UserError: there is none, it is damaged, needs another plug-in than there is, or is of another than `task`.
@@ -399,12 +394,13 @@ def open_model(
     recipe = load_recipe(checkpoint / RECIPE)
     if recipe.model_has_plugins:
         require_same(recipe.plugins, checkpoint)
-    if task is not None and recipe.task != task and not (alone and recipe.translates):
-        way = "give another checkpoint"
-        if task == "translation" and recipe.translates:
-            way = "deepnmt translate and deepnmt evaluate use it as it is, for all else give a model with an encoder"
-        raise UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of {task}; {way}")
+    if task is not None and recipe.task != task:
+        raise _of_another_task(checkpoint, recipe, task, "give another checkpoint")
     return checkpoint, recipe
+
+
+def _of_another_task(checkpoint: Path, recipe: Recipe, task: str, way: str) -> UserError:
+    return UserError(f"{checkpoint} holds a model of the task {recipe.task}, must be one of {task}; {way}")
 
 
 def load_weights_into(build: Callable[[Callable[[nn.Module], None]], Module], checkpoint: Path
@@ -421,13 +417,19 @@ def load_model(folder: Path, which: Which = "auto", alone: bool = False) -> Load
     """Loads the model of a checkpoint, or of a run (see `find_checkpoint`).
 
     Args:
-        alone: see `open_model`.
+        alone: whether it may be a decoder by itself that translates, too.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, or its weights do not fit its recipe (the message names the
-            first such tensor).
+        UserError: there is no checkpoint, it is damaged or of another task, or its weights do not fit its recipe (the
+            message names the first such tensor).
     """
-    checkpoint, recipe = open_model(folder, which, "translation", alone)
+    checkpoint, recipe = open_model(folder, which)
+    task = Recipe.default("task")
+    if recipe.task != task and not (alone and recipe.translates):
+        way = "give another checkpoint"
+        if recipe.translates:
+            way = "deepnmt translate and deepnmt evaluate use it as it is, for all else give a model with an encoder"
+        raise _of_another_task(checkpoint, recipe, task, way)
     src_vocab, trg_vocab = Vocabulary.load(checkpoint / SRC_VOCAB), Vocabulary.load(checkpoint / TRG_VOCAB)
     require_shapes(checkpoint, recipe.model, src_vocab.size, trg_vocab.size)
     model, state = load_weights_into(lambda after_build: Transformer(

@@ -32,41 +32,36 @@ _CORE = ("recipes", "text", "train", "convert")
 
 
 def command_modules() -> list[ModuleType]:
-    """Those of the core, then those of tasks, translation's first, and of visitors."""
-    core = [import_module(f"deepnmt.commands.{name}") for name in _CORE]
-    tasks = sorted(task_modules("commands"), key=lambda module: f".{Recipe.default('task')}." not in module.__name__)
-    return [*core, *tasks, *visitor_modules("commands")]
+    """Those of the core, of tasks and of visitors."""
+    return [*_core_modules(), *task_modules("commands").values(), *visitor_modules("commands")]
+
+
+def _core_modules() -> list[ModuleType]:
+    return [import_module(f"deepnmt.commands.{name}") for name in _CORE]
 
 
 def command_groups() -> dict[str, dict[str, Command]]:
     """All commands by name, under their headlines, in the order in which they are listed."""
-    groups: dict[str, list[tuple[str, Command]]] = {headline: [] for headline in (RECIPES, TEXT, EXAMINE, TRY)}
-    by_task: dict[str, dict[str, Command]] = {}  # commands that tasks have, by their names and the task's
-    claims: dict[str, dict[str, Claim]] = {}
-    for module in task_modules("commands"):
-        task = module.__name__.split(".")[-2]
-        for name, command in module.COMMANDS.items():
-            by_task.setdefault(name, {})[task] = command
-        for name, claim in getattr(module, "CLAIMS", {}).items():
-            claims.setdefault(name, {})[task] = claim
-    modules = command_modules()
-    others = {name: command for module in modules if ".tasks." not in module.__name__
-              for name, command in module.COMMANDS.items()}
-    for module in modules:
-        listed = groups[module.GROUP]
-        names = [name for name, _ in listed]
-        before = getattr(module, "BEFORE", None)
-        place = names.index(before) if before in names else len(names)
-        if ".tasks." in module.__name__:  # of what a visitor has, too, the visitor says where it is listed
-            names += others
-        added = []
-        for name, command in module.COMMANDS.items():
-            if name in by_task:
-                command = _of_task(name, by_task[name], others.get(name), claims.get(name, {}))
-            if name not in names:
-                added.append((name, command))
-        listed[place:place] = added
-    return {headline: dict(listed) for headline, listed in groups.items()}
+    core, tasks, visitors = _core_modules(), task_modules("commands"), visitor_modules("commands")
+    commands: dict[str, Command] = {}
+    for module in (*core, *visitors):
+        commands |= module.COMMANDS
+    for name in dict.fromkeys(name for module in tasks.values() for name in module.COMMANDS):
+        of_tasks = {task: module.COMMANDS[name] for task, module in tasks.items() if name in module.COMMANDS}
+        claims = {task: module.CLAIMS[name] for task, module in tasks.items() if name in getattr(module, "CLAIMS", ())}
+        commands[name] = _of_task(name, of_tasks, commands.get(name), claims)
+
+    default_first = [tasks[task] for task in sorted(tasks, key=lambda task: task != Recipe.default("task"))]
+    lister: dict[str, ModuleType] = {}  # of a command that several modules have: a visitor's before a task's
+    for module in (*core, *visitors, *default_first):
+        for name in module.COMMANDS:
+            lister.setdefault(name, module)
+    groups: dict[str, list[str]] = {headline: [] for headline in (RECIPES, TEXT, EXAMINE, TRY)}
+    for module in (*core, *default_first, *visitors):
+        listed, before = groups[module.GROUP], getattr(module, "BEFORE", None)
+        place = listed.index(before) if before in listed else len(listed)
+        listed[place:place] = [name for name in module.COMMANDS if lister[name] is module]
+    return {headline: {name: commands[name] for name in listed} for headline, listed in groups.items()}
 
 
 def _of_task(

@@ -24,7 +24,7 @@ def consolidate(words: list[str]) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="the folder to write, or the checkpoint itself, which "
                         "it then replaces (default: RUN/consolidated)")
     args, recipe = parse(parser, words)
-    settable(args, "rewrite", "a checkpoint is rewritten as it is")
+    settable(args, ["run"], "a checkpoint is rewritten as it is")
     from deepnmt.checkpoint.consolidate import consolidate
 
     source, target = Path(checkpoint_of(args.checkpoint, recipe) or recipe.run), Path(recipe.run) / "consolidated"

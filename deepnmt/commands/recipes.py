@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deepnmt.arguments import plain_parser
 from deepnmt.commands import RECIPES, Command
+from deepnmt.config import Recipe
 from deepnmt.errors import UserError, nearest
 from deepnmt.shipped import find_shipped, schema_of, shipped_recipes, task_of, tasks_of_recipes
 from deepnmt.visitors import task_lines
@@ -23,7 +24,7 @@ def recipes(words: list[str]) -> None:
     by_task: dict[str, list[str]] = {}
     for name, task in tasks_of_recipes().items():
         by_task.setdefault(task, []).append(name)
-    for task in sorted(by_task, key=lambda task: (task != "translation", task)):
+    for task in sorted(by_task, key=lambda task: (task != Recipe.default("task"), task)):
         if task in lines:  # or its folder has been erased
             print(f"task: {task}, {lines[task]}")
             for name in by_task[task]:

@@ -73,6 +73,7 @@ def prepare(words: list[str]) -> None:
         "deepnmt prepare my.yaml\n"
         "deepnmt prepare my.yaml vocab.size=4000 data.folder=data/small\n"
         "deepnmt prepare my.yaml --part 3/8",
+        setting="vocab.size=4000",
     )
     parser.add_argument("--part", metavar="I/N", default="", help="of text in shards (data.shard_pairs), prepare part "
                         "I of N, on as many machines as there are; each says when it is to be called again")

@@ -52,6 +52,7 @@ def train(words: list[str]) -> int:
         "deepnmt train my.yaml --dry-run --card h100-80\n"
         "deepspeed --quiet --num_accelerators 2 --module deepnmt train my.yaml\n"
         "torchrun --nproc_per_node 2 -m deepnmt train my.yaml",
+        setting="model.encoder.block=b2t",
     )
     parser.add_argument("--dry-run", action="store_true",
                         help="print the whole recipe, the model's size, memory and layout, and train nothing")
@@ -130,7 +131,10 @@ def average(words: list[str]) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the average (default: RUN/averaged)")
     args, recipe = parse(parser, words)
     chosen = any(way is not None for way in (args.last, args.best, args.updates, args.range, args.checkpoints))
-    settable(args, "average", "checkpoints are averaged as they are", without=["average_last"] if chosen else [])
+    settings = recipe.marked("average")
+    if chosen:
+        settings.remove("average_last")
+    settable(args, settings, "checkpoints are averaged as they are")
     updates = numbers("--updates", args.updates, ",")
     span = numbers("--range", args.range, ":")
     if span is not None and len(span) != 2:

@@ -37,8 +37,8 @@ class Fact(Enum):
 
 @dataclass(frozen=True)
 class For:
-    """The commands on a trained model that may be given the setting; the others refuse it, since it would change
-    nothing."""
+    """The commands on a trained model, of the core and of several tasks, that may be given the setting. Others refuse
+    it, since it would change nothing; those of visitors list what they may be given."""
 
     commands: tuple[str, ...]
 
@@ -127,9 +127,9 @@ class Section(BaseModel):
         return keys
 
     @classmethod
-    def is_marked(cls, key: str, fact: Fact | str) -> bool:
+    def is_marked(cls, key: str, fact: Fact) -> bool:
         """Whether a setting says so, or a section that it is in."""
-        return any(_says(field, fact) for field in way_to(cls, key))
+        return any(fact in field.metadata for field in way_to(cls, key))
 
     @classmethod
     def named(cls) -> dict[str, Choices[Any]]:

@@ -42,25 +42,26 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         UserError: with all faults, one a line.
     """
     file = find_shipped(path)
-    if folder := file.is_dir():
+    of_a_run = file.is_dir()
+    if of_a_run:
         if not (file / "recipe.yaml").is_file():
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
     tree = read_tree(file)
-    said: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}  # what the overrides say of them
     for assignment in overrides or []:
         override(tree, assignment)
         if assignment.startswith("metrics"):
-            override(said, assignment)
-    name_commands(expand_variables(said)[0], True)
+            override(metrics, assignment)
+    name_commands(expand_variables(metrics)[0], True)
     named = {assignment.partition("=")[0] for assignment in overrides or []}
     parallel = tree.get("parallel")
     if "parallel.ds_config" in named and "parallel.precision" not in named and isinstance(parallel, dict):
         layout = parallel["ds_config"]
         if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either implies the precision
             parallel.pop("precision", None)
-    by = not folder and file
-    return check_recipe(tree, str(file), "plugins" in named or by, by)
+    by: Path | bool = False if of_a_run else file
+    return check_recipe(tree, str(file), plugins_by=True if "plugins" in named else by, commands_by=by)
 
 
 def check_recipe(

@@ -968,7 +968,7 @@ class Parallel(Section):
     overrides: list[str] = Field(default_factory=list)
     """Sets of operations that take the place of PyTorch's own in training and its validations: `triton`, for a GPU
     from Ampere on, where dropout then draws other masks. It has not run on a GPU yet. A CPU ignores it."""
-    threads: Annotated[Cores, For(*SEARCHING, READY, "export")] = 0
+    threads: Annotated[Cores, For(*SEARCHING, READY)] = 0
     """CPU threads per process; 0: the machine's cores, shared among its processes."""
     same_paths: bool = True
     """Whether paths of files and folders must be the same on all machines, as every other setting; false: only what
@@ -1132,9 +1132,9 @@ class OutsideMetric(Section):
 class Recipe(Section):
     """A whole run."""
 
-    run: Annotated[Folder, Fact.PATH, For(*SEARCHING, READY, "average", "report", "diagnose", "rewrite", "export")]
+    run: Annotated[Folder, Fact.PATH, For(*SEARCHING, READY, "average")]
     """The run folder: checkpoints, logs, pictures, scores."""
-    seed: Annotated[int, Field(ge=0, lt=2**31), Fact.FIXED, For("translate", "evaluate", "diagnose", "sample")] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**31), Fact.FIXED, For("translate", "evaluate")] = 1
     """Fixes initial weights, batches and dropout."""
     plugins: Annotated[dict[str, str], BeforeValidator(as_mapping), WithJsonSchema(
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}},
@@ -1145,11 +1145,11 @@ class Recipe(Section):
     only if they are named on the command line, too; see docs/guide/add_a_block.md."""
     task: Annotated[str, TASKS, Fact.FIXED] = "translation"
     """What is trained; a text is the name of a task in a plug-in."""
-    data: Annotated[Data, For("report", "diagnose")]
+    data: Data
     """Texts, and how they are prepared."""
     vocab: Annotated[Vocab, Fact.FIXED] = Vocab()
     """The vocabularies."""
-    batch: Annotated[Batch, For("diagnose")] = Batch()
+    batch: Batch = Batch()
     """The micro-batches."""
     model: Annotated[Model, Fact.FIXED, For(*SEARCHING, "average")] = Model()
     """The Transformer."""
@@ -1161,9 +1161,9 @@ class Recipe(Section):
     """The learning rate over updates."""
     train: Train
     """Length of the run; what it logs, validates and saves."""
-    parallel: Annotated[Parallel, For("diagnose")] = Parallel()
+    parallel: Parallel = Parallel()
     """Processes, DeepSpeed and precision."""
-    loss_scale: Annotated[LossScale, For("diagnose")] = LossScale()
+    loss_scale: LossScale = LossScale()
     """The loss scale, which fp16 needs."""
     translate: Annotated[Translate, For(*SEARCHING)] = Translate()
     """The search for translations."""

@@ -6,12 +6,13 @@ For a side of a split, e.g. `train.src`:
     train.src.tokens32      the same in uint32, for a vocabulary of more than 65,536 pieces
     train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
     train.v03.src.tokens    the same for sampled segmentation 3 of the training text
-    train.NAME.tokens       an annotation of the text
+    valid.src.txt           the text itself, one sentence a line; not for the training text
+    train.NAME.tokens       an annotation of the text, see `annotations.py`
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,14 @@ def check_tokens(folder: Path, name: str, size: int, kind: Kind) -> None:
     highest = int(array_of(folder / name, TOKENS[name.rpartition(".")[2]]).max(initial=0))
     if highest >= size:
         raise DamagedFolder(folder, f"{name} has a token {highest}, but the vocabulary has {size} pieces", kind)
+
+
+def check_sides(folder: Path, files: Iterable[str], sizes: Mapping[str, int], kind: Kind) -> None:
+    """`check_tokens` of the files of all sides, whose vocabularies have these sizes."""
+    for name in files:
+        side, suffix = name.split(".")[-2:]
+        if suffix in TOKENS and side in sizes:
+            check_tokens(folder, name, sizes[side], kind)
 
 
 def padded_with_eos(sentences: Sequence[Tokens]) -> tuple[Indices, Indices]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepnmt.config import Corpus, Recipe, Vocab
-from deepnmt.data.annotations import Annotation
+from deepnmt.data.annotations import Annotated, Annotation
 from deepnmt.data.arrays import SideWriter, variant_stem
 from deepnmt.data.encoding import CHUNK, EncodingJob, encode_pairs
 from deepnmt.data.filters import KEPT, Codes, Rules, tally
@@ -22,6 +22,7 @@ from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import UNK
+from deepnmt.visitors import find
 
 # Sentences a second that SentencePiece learns from on one core of an EPYC, for the time that is said beforehand. Whole
 # words are only counted.
@@ -40,25 +41,25 @@ def copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:
     return np.full(count, KEPT, dtype=np.uint8)
 
 
-def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], codes: Codes, job: EncodingJob,
-                sizes: tuple[int, int], workers: int, annotations: Mapping[str, Annotation], first: int = 0,
-                progress: Progress = no_progress) -> tuple[Codes, dict[str, Any]]:
+def encode_text(folder: Path, name: str, pairs: Iterable[Pair], codes: Codes, job: EncodingJob, workers: int,
+                annotated: Mapping[str, Iterable[Annotated]], first: int = 0, progress: Progress = no_progress
+                ) -> tuple[Codes, dict[str, Any]]:
     """Writes the arrays of a text, without the pairs that `codes` leave out.
 
     Args:
         name: of the split.
         pairs: of the text, one for each of `codes`.
-        sizes: of the two vocabularies.
-        annotations: to be written too, by setting.
+        annotated: the parts of the text with each of its annotations, which are written too, by setting.
         first: the number of the first chunk, see `encode_pairs`.
 
     Returns:
         The codes after the filters of lengths, and counts for a manifest.
     """
-    stems = [name, *(variant_stem(name, k) for k in range(job.variants))]
+    vocabs = Vocabulary(job.src_model), Vocabulary(job.trg_model)
     writers: list[list[SideWriter]] = []
-    for stem in stems:
-        writers.append([SideWriter(folder, f"{stem}.{side}", size) for side, size in zip(("src", "trg"), sizes)])
+    for stem in (name, *(variant_stem(name, k) for k in range(job.variants))):
+        writers.append([SideWriter(folder, f"{stem}.src", vocabs[0].size),
+                        SideWriter(folder, f"{stem}.trg", vocabs[1].size)])
     rows = np.flatnonzero(codes == KEPT)
     encoded: list[Codes] = [np.zeros(0, dtype=np.uint8)]
     done = 0
@@ -75,11 +76,11 @@ def encode_text(folder: Path, name: str, text: Corpus, pairs: Iterable[Pair], co
         progress(done)
     final = codes.copy()
     final[rows] = np.concatenate(encoded)
-    annotated: dict[str, dict[str, int]] = {}
-    for setting, annotation in annotations.items():
-        vocabs = Vocabulary(job.src_model), Vocabulary(job.trg_model)
-        annotated[setting] = annotation.write(folder, name, text, final, vocabs)
-    return final, {**annotated, "read": len(final), "pairs": int(np.count_nonzero(final == KEPT)),
+    counts: dict[str, dict[str, int]] = {}
+    for setting, parts in annotated.items():
+        annotation: Annotation = find("annotations", setting)
+        counts[setting] = annotation.write(folder, name, parts, final, vocabs)
+    return final, {**counts, "read": len(final), "pairs": int(np.count_nonzero(final == KEPT)),
                    "left_out": tally(final), "src_tokens": writers[0][0].end, "trg_tokens": writers[0][1].end,
                    "src_unknown": unknown[0], "trg_unknown": unknown[1], "variants": job.variants}
 

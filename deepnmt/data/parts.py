@@ -21,7 +21,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -29,7 +28,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +38,7 @@ from deepnmt import folders
 from deepnmt.config import Corpus, Recipe
 from deepnmt.config.plugins import name_plugins, that_have_run
 from deepnmt.config.sections import NAMED
-from deepnmt.data.annotations import annotations_of
+from deepnmt.data.annotations import Annotated, annotated_text, annotations_of
 from deepnmt.data.arrays import KIND, Indices
 from deepnmt.data.build import (
     copy_text,
@@ -182,26 +180,34 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         folder.mkdir(parents=True, exist_ok=True)
         units = _index(recipe, folder)
         work = Work(recipe, folder, sum(unit.lines for unit in units), that_have_run(recipe.plugins))
-        for step, result, done in ((read_unit, Work.read, "read"), (encode_unit, Work.shard, "encoded")):
-            run(work, _without(work, units, result), step)
-            missing = _without(work, units, result)
-            if missing:
-                return f"{len(missing)} of {len(units)} units are not {done} yet, {name_of(missing[0])} among them"
-            with _alone(folder):
-                if target.exists() and any(target.iterdir()):  # another process was faster
-                    continue
-                if step is read_unit and not (folder / "joined.json").exists():
-                    join(work, units)
-                if step is encode_unit:
-                    folders.recover_after_kill(target.parent, glob.escape(target.name))
-                    finish(work, units, target)
-                    shutil.rmtree(folder, ignore_errors=True)
+
+        run(work, _without(units, work.read), read_unit)
+        missing = _without(units, work.read)
+        if missing:
+            return f"{len(missing)} of {len(units)} units are not read yet, {name_of(missing[0])} among them"
+        with _alone(folder):
+            if not _has_files(target) and not (folder / "joined.json").exists():  # else another process was faster
+                join(work, units)
+
+        run(work, _without(units, work.shard), encode_unit)
+        missing = _without(units, work.shard)
+        if missing:
+            return f"{len(missing)} of {len(units)} units are not encoded yet, {name_of(missing[0])} among them"
+        with _alone(folder):
+            if not _has_files(target):
+                folders.recover_after_kill(target.parent, glob.escape(target.name))
+                finish(work, units, target)
+                shutil.rmtree(folder, ignore_errors=True)
     return ""
 
 
-def _without(work: Work, units: Sequence[Unit], result: Callable[[Work, Unit], Path]) -> list[Unit]:
+def _has_files(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())
+
+
+def _without(units: Sequence[Unit], result: Callable[[Unit], Path]) -> list[Unit]:
     """The units whose result is not there yet."""
-    return [unit for unit in units if not result(work, unit).exists()]
+    return [unit for unit in units if not result(unit).exists()]
 
 
 @contextmanager
@@ -288,8 +294,12 @@ def encode_unit(work: Work, unit: Unit) -> None:
     codes = np.fromfile(work.codes_file(unit), dtype=np.uint8)
     text = (work.read(unit) / "digest").read_text(encoding="utf-8")
     hash_of_codes = hashlib.sha256(codes.tobytes()).hexdigest()
-    annotations = annotations_of(data.train)
-    hashes_of_annotations = {column: _hash_of(unit, column) for column in annotations}
+    annotated: dict[str, list[Annotated]] = {}
+    hashes_of_annotations: dict[str, str] = {}
+    for setting in annotations_of(data.train):
+        files = [span.file for span in unit.columns.get(setting, ())]
+        annotated[setting] = [Annotated(corpus.tag, pairs_of(unit, corpus), files, lines_of(unit, setting))]
+        hashes_of_annotations[setting] = _hash_of(unit, setting)
     number = unit.number if data.subword_variants else 0
     key = folders.hash_of([text, hash_of_codes, corpus.tag, joined["encoding"],
                            hashes_of_annotations, number])
@@ -305,13 +315,10 @@ def encode_unit(work: Work, unit: Unit) -> None:
         trg_model = (work.folder / "joined" / "trg.spm").read_bytes()
         job = EncodingJob(src_model, trg_model, data.filters, data.subword_variants, work.recipe.vocab.kind,
                           data.subword_alpha)
-        sizes = (joined["vocab"]["src"]["size"], joined["vocab"]["trg"]["size"])
         digest = hashlib.sha256()
-        with _as_text(unit, corpus, bool(annotations)) as alone:
-            tag = f"{corpus.tag} " if corpus.tag else ""
-            pairs = ((tag + src, trg) for src, trg, _ in _hashed(unit, corpus, digest))
-            _, counts = encode_text(temporary, TRAIN, alone, pairs, codes, job, sizes, 1, annotations,
-                                    unit.number * FIRST_CHUNK)
+        tag = f"{corpus.tag} " if corpus.tag else ""
+        pairs = ((tag + src, trg) for src, trg, _ in _hashed(unit, corpus, digest))
+        _, counts = encode_text(temporary, TRAIN, pairs, codes, job, 1, annotated, unit.number * FIRST_CHUNK)
         if digest.hexdigest() != text:
             raise UserError(f"the text of {name_of(unit)} changed after it was read; wait until nothing writes it any "
                             f"more, delete {work.folder}, and prepare it again")
@@ -329,36 +336,9 @@ def _hashed(unit: Unit, corpus: Corpus, digest: Any) -> Iterator[Row]:
 
 def _hash_of(unit: Unit, column: str) -> str:
     digest = hashlib.sha256()
-    if column in unit.columns:
-        for _, _, line in lines_of(unit, column):
-            digest.update(f"{line}\n".encode())
+    for _, _, line in lines_of(unit, column):
+        digest.update(f"{line}\n".encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def _as_text(unit: Unit, corpus: Corpus, annotated: bool) -> Iterator[Corpus]:
-    """A unit as a corpus by itself, which annotations are read with; its files are made if there are `annotated` texts.
-    An error names the line that it is a copy of."""
-    if not annotated:
-        yield Corpus(src=["-"], trg=["-"])
-        return
-    with TemporaryDirectory() as temporary:
-        copies = {"src": [f"{temporary}/src"], "trg": [f"{temporary}/trg"], "tsv": []}
-        copy_text(Path(temporary), "pairs", pairs_of(unit, corpus))
-        for side in ("src", "trg"):
-            Path(temporary, f"pairs.{side}.txt").rename(copies[side][0])
-        for column in corpus.annotations:
-            copies[column] = [f"{temporary}/{column}"]
-            lines = "".join(f"{line}\n" for _, _, line in lines_of(unit, column))
-            Path(copies[column][0]).write_text(lines, encoding="utf-8", newline="\n")
-        try:
-            yield corpus.model_copy(update=copies)
-        except UserError as fault:
-            named = re.match(rf"{temporary}/(\w+), line (\d+)", str(fault))
-            if named is None:
-                raise
-            file, number, _ = next(itertools.islice(lines_of(unit, named[1]), int(named[2]) - 1, None))
-            raise UserError(f"{file}, line {number}{str(fault)[named.end():]}") from None
 
 
 def _link(source: Path, target: Path, leave: str = "") -> None:
@@ -472,8 +452,8 @@ def join(work: Work, units: Sequence[Unit]) -> None:
         else:
             models = _learn_vocabulary(work, units, temporary, tags)
         vocabs = write_vocabularies(temporary, models)
-        sizes, job = (vocabs["src"]["size"], vocabs["trg"]["size"]), EncodingJob(models[0], models[-1])
-        splits = {name: _encode_small(temporary, name, text, codes[name], job, sizes) for name, text in texts.items()}
+        job = EncodingJob(models[0], models[-1])
+        splits = {name: _encode_small(temporary, name, text, codes[name], job) for name, text in texts.items()}
         reusable: dict[str, str] = {}
         for old in reversed(earlier):
             for corpus, entries in old.manifest.get("shards", {}).items():
@@ -488,10 +468,9 @@ def join(work: Work, units: Sequence[Unit]) -> None:
                                             "reusable": reusable})
 
 
-def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: EncodingJob, sizes: tuple[int, int]
-                  ) -> dict[str, Any]:
+def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: EncodingJob) -> dict[str, Any]:
     """Encodes a validation or test text, all of whose pairs are kept."""
-    _, counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, 1, annotations_of(text))
+    _, counts = encode_text(folder, name, read_pairs(text), codes, job, 1, annotated_text(text))
     corpora = corpora_of(text)
     if "" in corpora:
         return dict(counts)

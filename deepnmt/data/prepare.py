@@ -19,7 +19,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from deepnmt.config import Corpus, Recipe
-from deepnmt.data.annotations import annotations_of
+from deepnmt.data.annotations import annotated_text, annotations_of
 from deepnmt.data.arrays import KIND
 from deepnmt.data.batching import random_order
 from deepnmt.data.build import (
@@ -293,12 +293,11 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
     job = EncodingJob(models[0], models[-1])
     sampled = replace(job, filters=data.filters, variants=data.subword_variants, kind=vocab.kind,
                       alpha=data.subword_alpha)
-    sizes = (vocabs["src"]["size"], vocabs["trg"]["size"])
     workers = data.workers or len(os.sched_getaffinity(0))
     encoded = {}
     for name, text_codes in codes.items():
         of_text = sampled if name == "train" else job
-        encoded[name] = _encode(folder, name, texts[name], text_codes, ends[name], of_text, sizes, workers)
+        encoded[name] = _encode(folder, name, texts[name], text_codes, ends[name], of_text, workers)
     splits = {name: counts for name, (counts, _) in encoded.items()}
     splits["train"]["overlap"] = sum(overlaps)
     by_corpus = _count_by_corpus(encoded["train"][1], ends["train"], overlaps)
@@ -341,16 +340,16 @@ def _train_vocabularies(recipe: Recipe, codes: Codes, tags: list[str]) -> list[b
     return learn_vocabularies(vocab, text, tags)
 
 
-def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str, int], job: EncodingJob,
-            sizes: tuple[int, int], workers: int) -> tuple[dict[str, Any], Codes]:
+def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str, int], job: EncodingJob, workers: int
+            ) -> tuple[dict[str, Any], Codes]:
     """Writes a split's arrays and returns its counts for the manifest, and which pairs are left out; see `encode_text`.
 
     Args:
         ends: after how many pairs each corpus of the text ends.
     """
     with show_pairs(f"{name}: encoding", int(np.count_nonzero(codes == KEPT))) as progress:
-        final, counts = encode_text(folder, name, text, read_pairs(text), codes, job, sizes, workers,
-                                    annotations_of(text), 0, progress)
+        final, counts = encode_text(folder, name, read_pairs(text), codes, job, workers, annotated_text(text), 0,
+                                    progress)
     require_pairs(final)
     corpora = {}
     start = 0

@@ -1,14 +1,8 @@
 """Prepared data: a folder of memory-mapped token arrays and two vocabularies, with a manifest (see `folders.py`).
 
 `manifest.json` holds the settings, the inputs' hashes, the vocabularies' fingerprints, counts for every split, and the
-size and hash of every other file, and no others are read. For a side of a split, e.g. `train.src`:
-
-    train.src.tokens        uint16, little-endian: the pieces of all sentences, without bos and eos
-    train.src.tokens32      the same in uint32, for a vocabulary of more than 65,536 pieces
-    train.src.offsets       int64, little-endian [N+1]: sentence i is tokens[offsets[i]:offsets[i+1]]
-    train.v03.src.tokens    the same for sampled segmentation 3 of the training text
-    valid.src.txt           the text itself, one sentence a line; not for the training text
-    train.NAME.tokens       an annotation of the text, see `annotations.py`
+size and hash of every other file, and no others are read. `arrays.py` has the files of a split. Those of the training
+text may lie in folders of their own, see `shards.py`.
 
 `open_prepared` opens the data of a recipe and checks that it was made with the recipe's settings.
 """
@@ -29,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from deepnmt import folders
 from deepnmt.config import Cleaning, Corpus, Data, Fact, Filters, Recipe, Vocab, flatten
 from deepnmt.config.plugins import source_of
-from deepnmt.data.arrays import FORMAT, KIND, TOKENS, Split, check_tokens
+from deepnmt.data.arrays import FORMAT, KIND, Split, check_sides
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
 from deepnmt.data.text import cleaning_of, corpora_of, files_by_corpus, named_files
 from deepnmt.data.vocab import Vocabulary, vocabulary_files
@@ -143,11 +137,7 @@ class PreparedData:
     def _verify_files(self) -> None:
         folders.check_files(self.folder, self.manifest, None, (), KIND)
         source, target = self.vocabs()
-        sizes = {"src": source.size, "trg": target.size}
-        for name in self.manifest["files"]:
-            side, kind = name.split(".")[-2:]
-            if kind in TOKENS and side in sizes:
-                check_tokens(self.folder, name, sizes[side], KIND)
+        check_sides(self.folder, self.manifest["files"], {"src": source.size, "trg": target.size}, KIND)
 
     @property
     def fingerprint(self) -> str:

@@ -28,7 +28,7 @@ from deepnmt.data.arrays import (
     Lengths,
     Tokens,
     array_of,
-    check_tokens,
+    check_sides,
     padded_with_eos,
     variant_stem,
 )
@@ -86,10 +86,7 @@ class Shard:
             folders.check_sizes(folder, manifest, self._files, SHARD)
             return
         folders.check_files(folder, manifest, None, (), SHARD)
-        for name in self._files:
-            side, kind = name.split(".")[-2:]
-            if kind in TOKENS and side in sizes:
-                check_tokens(folder, name, sizes[side], SHARD)
+        check_sides(folder, self._files, sizes, SHARD)
 
     def column(self, name: str) -> Column:
         """One of its columns, such as `train.src`. Raises `DamagedFolder`."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from deepnmt.config import Corpus
 from deepnmt.data.tables import COMPRESSED, Pair, Row, by_rows, count_rows, read_table
-from deepnmt.data.text import columns_of, files_of, pair_files, read_lines, unequal_lines
+from deepnmt.data.text import Line, columns_of, files_of, pair_files, read_lines, unequal_lines
 from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress
 
@@ -62,28 +62,35 @@ class Unit(NamedTuple):
 def scan(file: Path, before: int, step: int, header: bool = False, progress: Progress = no_progress) -> Scan:
     """Counts and hashes a file whose first line, after a header, is number `before` of its corpus; `progress` is called
     with the bytes. Raises `UserError`."""
-    digest, size, lines, last, marks = hashlib.sha256(), 0, -header, b"\n", {}
+    digest = hashlib.sha256()
+    marks: dict[int, int] = {}
+    size, last = 0, b"\n"  # bytes read, and the last of them
+    lines = -1 if header else 0  # that have ended
     packed = file.suffix in COMPRESSED
     try:
         with file.open("rb") as stream:
             while block := stream.read(BLOCK):
                 digest.update(block)
                 ends = 0 if packed else block.count(b"\n")
-                if (before + lines) // step != (before + lines + ends) // step:
+                if (before + lines) // step != (before + lines + ends) // step:  # a mark is in this block
                     end = -1
                     for number in range(lines + 1, lines + ends + 1):
                         end = block.index(b"\n", end + 1)
                         if (before + number) % step == 0:
                             marks[number] = size + end + 1
-                size, lines, last = size + len(block), lines + ends, block[-1:]
+                size += len(block)
+                lines += ends
+                last = block[-1:]
                 progress(size)
         if by_rows(file):
             return Scan(size, digest.hexdigest(), count_rows(file), {})
         if packed:
-            lines = sum(1 for _ in read_lines(file)) - header
+            lines += sum(1 for _ in read_lines(file))
+        elif last != b"\n":
+            lines += 1
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
-    return Scan(size, digest.hexdigest(), max(0, lines + (last != b"\n" and not packed)), marks)
+    return Scan(size, digest.hexdigest(), max(0, lines), marks)
 
 
 def sides_of(corpus: Corpus) -> dict[str, list[str]]:
@@ -105,10 +112,10 @@ def units_of(name: str, corpus: Corpus, scans: Mapping[str, Sequence[Scan]], ste
         UserError: two files that belong together have different numbers of lines, or there are none.
     """
     columns = sides_of(corpus)
-    sides = [zip(columns.get(side, ()), scans.get(side, ())) for side in ("src", "trg")]
-    for (src, one), (trg, other) in zip(*sides):
-        if one.lines != other.lines:
-            raise unequal_lines(src, one.lines, trg, other.lines)
+    if not corpus.tsv:
+        for src, trg, one, other in zip(columns["src"], columns["trg"], scans["src"], scans["trg"]):
+            if one.lines != other.lines:
+                raise unequal_lines(src, one.lines, trg, other.lines)
     totals = {column: sum(scan.lines for scan in column_scans) for column, column_scans in scans.items()}
     lines = totals[next(iter(columns))]
     if not lines:
@@ -135,9 +142,9 @@ def _spans(files: Sequence[str], scans: Sequence[Scan], start: int, stop: int) -
         begin += scan.lines
 
 
-def lines_of(unit: Unit, column: str) -> Iterator[tuple[str, int, str]]:
-    """File, number from 1 and text of the lines of a unit. Raises `UserError`, see `read_lines`."""
-    for file, first, lines, start in unit.columns[column]:
+def lines_of(unit: Unit, column: str) -> Iterator[Line]:
+    """The lines of a unit in a column; none if its corpus has no such column. Raises `UserError`, see `read_lines`."""
+    for file, first, lines, start in unit.columns.get(column, ()):
         for number, line in enumerate(itertools.islice(read_lines(Path(file), first, start), lines), start=first + 1):
             yield file, number, line
 

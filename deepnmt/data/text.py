@@ -25,6 +25,8 @@ from deepnmt.config import Cleaning, Corpus
 from deepnmt.data.tables import COMPRESSED, Columns, Pair, Row, by_rows, count_rows, read_table
 from deepnmt.errors import UserError
 
+Line = tuple[str, int, str]  # its file, its number there, from 1, and its text
+
 LONGEST_LINE = 2**24  # bytes
 ARRIVING = 2**20  # bytes, about 10,000 sentences
 # What files begin with that are no text: what they are, and the way out. Much of them may be valid UTF-8.
@@ -75,6 +77,13 @@ def read_lines(source: Path | None, first: int = 0, start: int = 0) -> Iterator[
         if isinstance(error, OSError):
             raise UserError(f"{name} cannot be read: {error.strerror or error}; give an existing text file") from None
         raise
+
+
+def numbered_lines(files: Iterable[str]) -> Iterator[Line]:
+    """The lines of files, one after the other. Raises `UserError`, see `read_lines`."""
+    for file in files:
+        for number, line in enumerate(read_lines(Path(file)), start=1):
+            yield file, number, line
 
 
 def _opened(source: Path | None, suffix: str) -> AbstractContextManager[BinaryIO]:

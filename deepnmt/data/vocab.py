@@ -96,13 +96,13 @@ def given_vocabularies(settings: config.Vocab, tags: Sequence[str]) -> list[byte
     if files is None:
         raise UserError(f"vocab.model is {name}, where there is no vocabulary; give a SentencePiece file, or the "
                         "folder of prepared data, of a checkpoint, or of a run that has saved one")
+    remedy = "give another, or train one with deepnmt, or with spm_train --unk_id=0 --bos_id=1 --eos_id=2 --pad_id=3"
     models = []
     for file in files:
         try:
-            models.append(Vocabulary.load(file))
+            models.append(Vocabulary.load(file, remedy))
         except UserError as fault:
-            raise UserError(f"vocab.model names {file}, and {str(fault).split(';')[0]}; give another, or train one "
-                            "with deepnmt, or with spm_train --unk_id=0 --bos_id=1 --eos_id=2 --pad_id=3") from None
+            raise UserError(f"vocab.model names {file}, and {fault}") from None
     if settings.shared and models[0].bytes != models[1].bytes:
         raise UserError(f"vocab.model is {name}, which has a vocabulary for each side, but vocab.shared is true; set "
                         "vocab.shared=false, and model.tied as there")
@@ -132,17 +132,19 @@ class Vocabulary:
         tags: the ids of tags by their text.
     """
 
-    def __init__(self, model: bytes) -> None:
-        """Raises `UserError` if `model` is not a SentencePiece model with unk 0, bos 1, eos 2, pad 3."""
+    def __init__(self, model: bytes, remedy: str = "") -> None:
+        """Raises `UserError` if `model` is not a SentencePiece model with unk 0, bos 1, eos 2, pad 3; `remedy`: what to
+        do then, where that is not to prepare the data again."""
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError:
-            raise UserError("the vocabulary is not a SentencePiece model; prepare the data again") from None
+            raise UserError(f"the vocabulary is not a SentencePiece model; {remedy or 'prepare the data again'}"
+                            ) from None
         special = (self._processor.unk_id(), self._processor.bos_id(), self._processor.eos_id(),
                    self._processor.pad_id())
         if special != (UNK, BOS, EOS, PAD):
-            raise UserError(f"the vocabulary has unk, bos, eos, pad at {special}; deepnmt needs them at "
-                            f"{(UNK, BOS, EOS, PAD)}; train it with deepnmt")
+            remedy = remedy or f"deepnmt needs them at {(UNK, BOS, EOS, PAD)}; train it with deepnmt"
+            raise UserError(f"the vocabulary has unk, bos, eos, pad at {special}; {remedy}")
         self.bytes = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.size: int = self._processor.get_piece_size()
@@ -162,12 +164,13 @@ class Vocabulary:
         return next((name for name, row in VOCAB_KINDS.items() if row.model_type == number), "unigram")
 
     @classmethod
-    def load(cls, file: Path) -> Vocabulary:
-        """Reads a model file. Raises `UserError` if it cannot be read or is not such a model."""
+    def load(cls, file: Path, remedy: str = "") -> Vocabulary:
+        """Reads a model file. Raises `UserError` if it cannot be read or is not such a model; `remedy`: see there."""
         try:
-            return cls(file.read_bytes())
+            return cls(file.read_bytes(), remedy)
         except OSError as error:
-            raise UserError(f"vocabulary {file} cannot be read: {error.strerror or error}") from None
+            way = f"; {remedy}" if remedy else ""
+            raise UserError(f"vocabulary {file} cannot be read: {error.strerror or error}{way}") from None
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -231,22 +231,22 @@ def check_files(sources: Sequence[str], target: str, ranks: Ranks) -> Path | Non
                         "or start one process")
     if sources.count("-") > 1:
         raise UserError("two inputs are standard input; give a file for one of them")
-    out = None if target == "-" else Path(target)
-    for source in sources:
-        if source == "-":
-            continue
-        file = Path(source)
+    files = [Path(source) for source in sources if source != "-"]
+    for file in files:
         if not file.is_file():
             raise UserError(f"there is no input file {file}; give an existing text or .gz file, or - for standard "
                             "input")
-        if out is not None and out.exists() and out.samefile(file):
-            raise UserError(f"output {out} is the input file itself; give another output file")
-    if out is not None and out.is_dir():
+    if target == "-":
+        return None
+    out = Path(target)
+    if out.exists() and any(out.samefile(file) for file in files):
+        raise UserError(f"output {out} is the input file itself; give another output file")
+    if out.is_dir():
         raise UserError(f"output {out} is a folder; give the name of a file in it")
-    if out is not None and not out.parent.is_dir():
+    if not out.parent.is_dir():
         raise UserError(f"output {out} cannot be written: there is no folder {out.parent}; make it, or give a file in "
                         "an existing one")
-    if out is not None and not os.access(out if out.exists() else out.parent, os.W_OK):
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"output {out} cannot be written: there is no permission, or the disk is read-only; give "
                         "another file")
     return out
@@ -331,28 +331,15 @@ def translate_shards(
     hypotheses in order on rank 0, nothing on other ranks. `start`: lines translated before these."""
 
     def work(items: list[tuple[str, str, str]], numbers: list[int], progress: Progress) -> list[list[list[object]]]:
-        texts, begins, known = [], [], []
-        for text, begin, reference in items:
-            texts.append(text)
-            begins.append(begin)
-            known.append(reference)
-        translations = translate_lines(model, vocabs, texts, settings, prefixes=begins,
-                                       references=None if references is None else known, judge=judge, seed=seed,
-                                       numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned,
-                                       progress=progress, warn=warn)
-        records = []
-        for hypotheses in translations:
-            records.append([list(asdict(h).values()) for h in hypotheses])
-        return records
+        translations = translate_lines(
+            model, vocabs, [text for text, _, _ in items], settings, prefixes=[begin for _, begin, _ in items],
+            references=None if references is None else [reference for _, _, reference in items], judge=judge,
+            seed=seed, numbers=numbers, stepper=stepper, searcher=searcher, aligned=aligned, progress=progress,
+            warn=warn)
+        return [[list(asdict(h).values()) for h in hypotheses] for hypotheses in translations]
 
-    empty = itertools.repeat("")
-    begins_of_all: Iterable[str] = empty
-    known_of_all: Iterable[str] = empty
-    if prefixes is not None:
-        begins_of_all = prefixes
-    if references is not None:
-        known_of_all = references
-    items = zip(lines, begins_of_all, known_of_all)
+    nothing = itertools.repeat("")
+    items = zip(lines, nothing if prefixes is None else prefixes, nothing if references is None else references)
     for best in share(items, lambda item: len(item[0]), work, ranks, progress, start):
         yield [Hypothesis(*h) for h in best]
 

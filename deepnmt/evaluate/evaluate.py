@@ -86,12 +86,8 @@ def evaluate_run(
     for other in others.values():
         _require_languages(other, recipe)
     sets = load_test_sets(recipe, tests)
-    own, outer = [], []
-    for metric in metrics:
-        if metric in METRICS:
-            own.append(metric)
-        else:
-            outer.append(metric)
+    own = [metric for metric in metrics if metric in METRICS]
+    outer = [metric for metric in metrics if metric not in METRICS]
     outside = outside_of(recipe) if outer else None
     for lang in {test.lang or recipe.data.trg_lang for test in sets}:
         make_scorers(lang, metrics, outside)
@@ -106,8 +102,8 @@ def evaluate_run(
             raise UserError(f"scores cannot be written to {file}, which is one of the texts; give another file")
     else:
         file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
-    a_file = file.is_file() or not file.exists()  # no device
-    if ranks.first and a_file and (output is not None or file.parent.exists()):
+    is_plain = file.is_file() or not file.exists()  # no device, beside which no texts are kept
+    if ranks.first and is_plain and (output is not None or file.parent.exists()):
         make_parent_folder(file)
     facts: dict[str, Any] = {}
     if hypotheses:
@@ -126,11 +122,11 @@ def evaluate_run(
     if own:  # else there are none yet, and earlier ones would be lost if a program fails
         _write_scores(file, report, facts, output is not None)
     commands = None
-    try:
-        if file.is_file() or not file.exists():  # not beside a device
+    if is_plain:
+        try:
             commands = _keep_texts(texts_folder(file), systems, sets)
-    except OSError as error:
-        raise _unwritable(file, error) from None
+        except OSError as error:
+            raise _unwritable(file, error) from None
     lower = [name for name in outer if recipe.metrics[name].lower_is_better]
     report = replace(report, lower=frozenset(lower))
     for metric in outer:  # one after the other, so that a fault in a program costs none of the other scores

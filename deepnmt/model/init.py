@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from deepnmt import config
 from deepnmt.config.choices import Use
-from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, profiled_sublayers
+from deepnmt.model.blocks import SIDES, LayerPosition, Matrix, Side, profiled_sublayers
 from deepnmt.model.dropout import stable_hash
 from deepnmt.model.embedding import bands_of, table_width
 from deepnmt.model.loss import CrossEntropy
@@ -103,14 +103,16 @@ class Initialiser:
         first, kind, *rest = name.split(".")
         if first == "embeddings":
             return self._table(kind)
-        model, side = self.model, SIDES[first == "decoder"]
+        model = self.model
+        side: Side = "decoder" if first == "decoder" else "encoder"
         stack = model.stack(side)
         block = LayerPosition.of(model, side, 0).block
         if kind == "input":
             return torch.ones(())
         if kind == "norm":
             return torch.tensor(block.initial_value(LayerPosition.of(model, side, stack.layers), ".".join(rest)))
-        position, path, last = LayerPosition.of(model, side, int(rest[0])), ".".join(rest[1:-1]), rest[-1]
+        position = LayerPosition.of(model, side, int(rest[0]))
+        path, last = ".".join(rest[1:-1]), rest[-1]  # as in self_attn.qkv and weight
         if rest[1] == "rule":
             if self.omega and block.profiled and rest[2] == "omegas":
                 return torch.tensor(self.omega[position.sublayers[int(last)]])
@@ -119,7 +121,10 @@ class Initialiser:
             return torch.zeros(())
         if path.endswith(".norm"):
             return torch.tensor(block.initial_value(position, last))
-        matrices, generator, shape = _MATRICES[path], generator_for(self.seed, name), model.shape(side)
+
+        matrices = _MATRICES[path]
+        generator = generator_for(self.seed, name)
+        shape = model.shape(side)
         rows, columns = shape.width * len(matrices), shape.width
         if path == "ffn.fc1":
             matrices *= ACTIVATIONS[model.activation].rows
@@ -137,8 +142,10 @@ class Initialiser:
             for part, bound in zip(bias.chunk(len(matrices)), bounds, strict=True):
                 part.uniform_(-bound, bound, generator=generator)
             return bias
+
         depth_scaled = stack.init == "depth_scaled" or (stack.init in ("auto", "published") and block.depth_scaled)
-        scale, separate = position.depth**-0.5 if depth_scaled else 1.0, stack.init == "xavier_separate"
+        scale = position.depth**-0.5 if depth_scaled else 1.0
+        separate = stack.init == "xavier_separate"
         weight = torch.empty(rows, columns)
         for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
             gain = block.matrix_gain(position, matrix, separate) * scale

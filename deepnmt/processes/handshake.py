@@ -135,23 +135,27 @@ def decide_on_rank0(
 def _collect(store: dist.Store, world: int, subject: str, wait: timedelta) -> tuple[list[Facts], str]:
     """All reports, and a sentence about those that did not come within `wait`."""
     keys = [f"{subject}/{rank}" for rank in range(world)]
-    notice = min(NOTICE, wait)
-    try:
-        store.wait(keys, notice)
-    except RuntimeError:
-        absent = _absent(store, keys, notice)
-        rest = wait - notice
-        if rest:
-            print_status(f"{absent}; waiting up to {rest.total_seconds():g} s more; if one of them has ended, stop "
-                         "all and start them again")
-            try:
-                store.wait(keys, rest)
-                absent = ""
-            except RuntimeError:
-                absent = _absent(store, keys, wait)
-        if absent:
-            return [], f"{absent}; see what the launcher says of the others' machines, and start all of them again"
+    waited = min(NOTICE, wait)
+    came = _come(store, keys, waited)
+    if not came and waited < wait:
+        rest = wait - waited
+        print_status(f"{_absent(store, keys, waited)}; waiting up to {rest.total_seconds():g} s more; if one of them "
+                     "has ended, stop all and start them again")
+        came = _come(store, keys, rest)
+        waited = wait
+    if not came:
+        return [], (f"{_absent(store, keys, waited)}; see what the launcher says of the others' machines, and start "
+                    "all of them again")
     return [json.loads(store.get(key)) for key in keys], ""
+
+
+def _come(store: dist.Store, keys: list[str], wait: timedelta) -> bool:
+    """Whether all reports come within this time."""
+    try:
+        store.wait(keys, wait)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _absent(store: dist.Store, keys: Sequence[str], waited: timedelta) -> str:

@@ -73,15 +73,19 @@ def profile_for(recipe: Recipe, data: PreparedData, ranks: Ranks) -> AdminProfil
     Collective; every rank returns the same numbers.
     """
     source, target = data.vocabs()
-    return profile_on(recipe, (source.size, target.size), lambda: first_micro_batches(recipe, data, ranks), ranks,
+    return profile_on(recipe, (source.size, target.size), lambda: training_stream(recipe, data), ranks,
                       data.fingerprint)
 
 
 def profile_on(
-    recipe: Recipe, vocabs: tuple[int, int], batches: Callable[[], list[Batch]], ranks: Ranks, data: str
+    recipe: Recipe, vocabs: tuple[int, int], stream: Callable[[], Stream], ranks: Ranks, data: str
 ) -> AdminProfile | None:
-    """The same for any data, whose fingerprint is `data`; `batches` makes this process's share of those to measure on.
-    Collective."""
+    """The same for any data, of which `stream` makes the training micro-batches. Collective.
+
+    Args:
+        vocabs: source and target vocabulary sizes.
+        data: their fingerprint, stored with the result.
+    """
     if not recipe.model.profiled:
         return None
     if recipe.admin.profile is not None:
@@ -90,37 +94,17 @@ def profile_on(
         stacks = " and ".join(f"{recipe.model.stack(side).layers} {side} layers" for side in recipe.model.sides
                               if recipe.model.stack(side).facts.profiled)
         print_status(f"profiling {stacks} on the first {recipe.admin.tokens:,} target tokens")
-    return measure_profile(recipe, vocabs, batches(), ranks, data, ranks.first)
+    batches = first_micro_batches(stream(), recipe, ranks)
+    return measure(recipe.model, *vocabs, recipe.seed, batches, ranks, settings=recipe.admin, data=data,
+                   show=ranks.first)
 
 
-def measure_profile(
-    recipe: Recipe, vocabs: tuple[int, int], batches: list[Batch], ranks: Ranks, data: str = "",
-    show: bool = False,
-) -> AdminProfile | None:
-    """Measures ω on the `batches` of all ranks; None if neither stack is Admin. Collective.
-
-    Args:
-        vocabs: source and target vocabulary sizes.
-        data: the fingerprint of the prepared data, stored with the result.
-        show: whether to show progress and ETA on standard error.
-    """
-    if not recipe.model.profiled:
-        return None
-    return measure(recipe.model, *vocabs, recipe.seed, batches, ranks,
-                   settings=recipe.admin, data=data, show=show)
-
-
-def first_micro_batches(recipe: Recipe, data: PreparedData, ranks: Ranks) -> list[Batch]:
+def first_micro_batches(stream: Stream, recipe: Recipe, ranks: Ranks) -> list[Batch]:
     """This rank's share of the batch to profile, on its device.
 
     The batch is the run's first micro-batches: as many as have at most `admin.tokens` target tokens together, at least
     one, and none of the second epoch. Ranks take them in turn, so the last ranks may get none.
     """
-    return first_of(training_stream(recipe, data), recipe, ranks)
-
-
-def first_of(stream: Stream, recipe: Recipe, ranks: Ranks) -> list[Batch]:
-    """`first_micro_batches` of a stream."""
     plan = stream.plan(0)
     tokens = np.add.reduceat(stream.split(0).trg_lengths[plan.order], plan.starts[:-1], dtype=np.int64)
     count = max(1, int((tokens.cumsum() <= recipe.admin.tokens).sum()))

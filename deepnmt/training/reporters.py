@@ -116,11 +116,7 @@ class Console(Reporter):
 
 
 class LogFile(Reporter):
-    """`log.jsonl`: every record but probes, a line of JSON each.
-
-    Args:
-        file: lines of updates after `update`, from a killed attempt, are removed from it.
-    """
+    """`log.jsonl`: every record but probes, a line of JSON each."""
 
     name = "log.jsonl"
 
@@ -128,8 +124,27 @@ class LogFile(Reporter):
         self._path, self._file = file, _Appended(file)
 
     def resume(self, update: int) -> int:
-        """Removes lines of later updates, which will be repeated; returns the number of damaged ones."""
-        return _cut_log(self._path, update)
+        """Removes the lines of later updates, which will be repeated, and what a kill left of a last one; returns the
+        number of other lines that are damaged."""
+        if not self._path.is_file() or self._path.is_symlink():
+            return 0
+        position = end = damaged = suspects = 0
+        with self._path.open("r+b") as file:
+            for line in file:
+                position += len(line)
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = None
+                if not is_record(record):
+                    suspects += 1
+                elif record["update"] <= update:
+                    end, damaged = position, suspects
+            file.truncate(end)
+            file.seek(end - 1 if end else 0)
+            if file.read(1) not in (b"", b"\n"):  # an editor left out the last line's end
+                file.write(b"\n")
+        return damaged
 
     def record(self, kind: str, update: int, record: Mapping[str, Any]) -> None:
         line = ""  # of a probe: what waits is written
@@ -218,33 +233,6 @@ class _Appended:
         finally:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
-
-
-def _cut_log(path: Path, update: int) -> int:
-    """Removes the lines of updates that will be repeated, and what a kill left of a last one.
-
-    Returns:
-        The number of other lines that are damaged.
-    """
-    if not path.is_file() or path.is_symlink():
-        return 0
-    position = end = damaged = suspects = 0
-    with path.open("r+b") as file:
-        for line in file:
-            position += len(line)
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if not is_record(record):
-                suspects += 1
-            elif record["update"] <= update:
-                end, damaged = position, suspects
-        file.truncate(end)
-        file.seek(end - 1 if end else 0)
-        if file.read(1) not in (b"", b"\n"):  # an editor left out the last line's end
-            file.write(b"\n")
-    return damaged
 
 
 def clock(seconds: float) -> str:

@@ -23,13 +23,13 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, make_run_folder, table, write_json
+from deepnmt.model.admin_profile import measure
 from deepnmt.parallel.build import partition_of, start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import Engine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tokens import PAD
-from deepnmt.training.profile import measure_profile
 from studies.benchmarks.gpu_measure import random_batch
 from studies.benchmarks.workers import answer_job, run_workers
 from studies.plots import plot_idle_time
@@ -160,7 +160,10 @@ def run_updates(job: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Takes the updates of one layout, in each of its processes."""
     recipe = check_recipe(job["recipe"], "layouts")
     vocabs = (job["vocab"], job["vocab"])
-    profile = measure_profile(recipe, vocabs, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks)
+    profile = None
+    if recipe.model.profiled:
+        profile = measure(recipe.model, *vocabs, recipe.seed, _batches(job, 0, ranks)[ranks.rank :: ranks.world], ranks,
+                          settings=recipe.admin)
     engine = start_engine(recipe, layout_of(recipe, ranks.world), vocabs, ranks, profile)
     busy = BusyClock(engine) if job["idle"] else None
     losses, norms, seconds, idle = [], [], [], [0.0]

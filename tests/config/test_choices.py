@@ -69,7 +69,7 @@ def test_a_setting_says_what_it_is() -> None:
     assert Recipe.is_marked("model.encoder.layers", Fact.FIXED)  # as all of the section
     assert not Recipe.is_marked("data.train.columns", Fact.PATH)
     assert not Recipe.is_marked("data.train.gone", Fact.PATH)
-    assert Recipe.marked("rewrite") == ["run"]
+    assert Recipe.marked("average") == ["run", "model", "average_last"]
 
 
 def test_a_name_that_may_be_a_plug_ins_is_looked_for_there_alone() -> None:

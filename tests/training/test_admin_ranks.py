@@ -13,6 +13,7 @@ from tiny_engines import options
 from warm import Warm
 
 from deepnmt.config import Recipe, load_recipe
+from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.model.admin_profile import AdminProfile
@@ -34,7 +35,7 @@ def job(file: str, run: str) -> None:
         data = PreparedData.open(settings.data.folder)
         started = profile_for(settings, data, ranks)
         assert started is not None
-        keys = [batch.key for batch in first_micro_batches(settings, data, ranks)]
+        keys = [batch.key for batch in first_micro_batches(training_stream(settings, data), settings, ranks)]
         Path(f"{run}.{ranks.rank}.json").write_text(json.dumps([started.encoder, started.decoder, keys]))
 
 
@@ -111,7 +112,8 @@ def test_profile_for_reads_the_recipes_file(
         assert profile_for(unprofiled, data, ranks) is None
         with pytest.raises(UserError, match="only admin is profiled"):
             profile(unprofiled, ranks)
-        few, every = (first_micro_batches(made(f"admin.tokens={tokens}"), data, ranks) for tokens in (1, 65536))
+        stream = training_stream(settings, data)
+        few, every = (first_micro_batches(stream, made(f"admin.tokens={tokens}"), ranks) for tokens in (1, 65536))
     assert read is not None and read.encoder[3] == 7.0
     assert table.startswith("encoder  ω_1 1.000  ω_2 ") and "\ndecoder  ω_1 1.000" in table
     assert len(few) == 1, "one micro-batch is taken whatever its size"

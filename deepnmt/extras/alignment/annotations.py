@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 
-from deepnmt.config import Corpus
-from deepnmt.data.annotations import Annotation
+from deepnmt.data.annotations import Annotated, Annotation
 from deepnmt.data.arrays import Indices, SideWriter, Split, Tokens
 from deepnmt.data.batching import Sentences
 from deepnmt.data.encoding import CHUNK
 from deepnmt.data.filters import KEPT, Codes
 from deepnmt.data.prepared import REMEDY, PreparedData
-from deepnmt.data.text import corpora_of, read_lines, read_pairs
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 
@@ -29,8 +27,8 @@ _LINK = re.compile(r"(\d{1,9})-(\d{1,9})")
 _SIDES = ("source", "target")
 
 
-def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tuple[Vocabulary, Vocabulary]
-                ) -> dict[str, int]:
+def write_links(folder: Path, name: str, parts: Iterable[Annotated], codes: Codes,
+                vocabs: tuple[Vocabulary, Vocabulary]) -> dict[str, int]:
     """Writes the links of the pairs that are kept beside their pieces, and returns counts for the manifest.
 
     A pair has none where the pieces begin another number of words than the text has, as with a vocabulary of other
@@ -45,7 +43,7 @@ def write_links(folder: Path, name: str, text: Corpus, codes: Codes, vocabs: tup
     flat: list[int] = []
     lengths: list[int] = []
     row = aligned = unlike = links = 0
-    for (linked, sizes), code in zip(_read_links(text), codes, strict=True):
+    for (linked, sizes), code in zip(_read_links(parts), codes, strict=True):
         if code != KEPT:
             continue
         if sizes != (_count(split.sources[row], source_starts), _count(split.targets[row], target_starts)):
@@ -75,18 +73,16 @@ def _describe(counts: Mapping[str, int]) -> list[str]:
 alignments = Annotation(write_links, _describe)  # data.*.alignments
 
 
-def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
+def _read_links(parts: Iterable[Annotated]) -> Iterator[tuple[list[tuple[int, int]], tuple[int, int]]]:
     """The links of every pair of a text, and its numbers of words; a corpus's tag is a word of the source."""
-    for corpus in corpora_of(text).values():
-        files = [Path(name) for name in corpus.annotations.get("alignments", ())]
-        tags = 1 if corpus.tag else 0
-        lines = _lines(files)
-        for count, (pair, line) in enumerate(zip_longest(read_pairs(corpus, tags=False), lines)):
+    for tag, all_pairs, files, lines in parts:
+        tags = 1 if tag else 0
+        for count, (pair, line) in enumerate(zip_longest(all_pairs, lines)):
             if pair is None or (files and line is None):
                 aligned, pairs = str(count), f"at least {count + 1}"
                 if pair is None:
                     aligned, pairs = str(count + 1 + sum(1 for _ in lines)), str(count)
-                raise UserError(f"{', '.join(map(str, files))}: {aligned} lines of word alignments for {pairs} "
+                raise UserError(f"{', '.join(files)}: {aligned} lines of word alignments for {pairs} "
                                 "sentence pairs; line N of one must align line N of the other")
             words = [len([word for word in side.split(" ") if word]) for side in pair]
             links = []
@@ -96,14 +92,7 @@ def _read_links(text: Corpus) -> Iterator[tuple[list[tuple[int, int]], tuple[int
             yield links, (words[0] + tags, words[1])
 
 
-def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, str]]:
-    """The lines of files, each with its file and its number there."""
-    for file in files:
-        for number, line in enumerate(read_lines(file), start=1):
-            yield file, number, line
-
-
-def _links(file: Path, number: int, line: str, words: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _links(file: str, number: int, line: str, words: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The links of a line; `words`: of source and target."""
     for text in line.split():
         match = _LINK.fullmatch(text)

@@ -27,6 +27,7 @@ def diagnose(words: list[str]) -> None:
         "deepnmt diagnose runs/my --checkpoint best\n"
         "deepnmt diagnose my.yaml model.encoder.block=pre_ln model.decoder.block=pre_ln --coordinates "
         "--widths 32 64 128 256 --depths 2 4 8 16 32 64",
+        setting="model.encoder.block=post_ln",
     )
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
@@ -72,7 +73,7 @@ def diagnose(words: list[str]) -> None:
         raise UserError(f"--fresh has no effect here because {args.recipe} is a recipe, whose model is always new; "
                         "remove it, or give the folder of a run")
     profiled(args, recipe, ["tokens"])  # Admin as an alternative, and at other depths, is profiled in any recipe
-    from deepnmt.extras.doctor.diagnose import default_checkpoint, diagnose
+    from deepnmt.extras.doctor.diagnose import OF_CHECKPOINT, default_checkpoint, diagnose
     from deepnmt.processes.process_group import rank_from_environment
 
     count = rank_from_environment()[1]
@@ -84,7 +85,7 @@ def diagnose(words: list[str]) -> None:
         is_run = Path(args.recipe).is_dir() and not args.fresh
         checkpoint = default_checkpoint(recipe, checkpoint_of(args.checkpoint, recipe), is_run)
         if checkpoint is not None:
-            settable(args, "diagnose", f"{checkpoint} is as it was trained; --fresh looks at a new model")
+            settable(args, OF_CHECKPOINT, f"{checkpoint} is as it was trained; --fresh looks at a new model")
             if args.rule is not None:
                 raise UserError(f"--rule {args.rule} has no effect here because a rule judges models before training "
                                 f"and {checkpoint} is a checkpoint; remove it, or look at a new model with --fresh")

@@ -81,6 +81,7 @@ from deepnmt.tasks.translation.source_use import measure_source_use
 from deepnmt.training.fine_tuning import check_parts
 from deepnmt.training.profile import profile_for
 
+OF_CHECKPOINT = ("run", "seed", "data", "batch", "parallel", "loss_scale")  # that a trained model may be looked at with
 MAX_LOST = 0.5  # of a layer's gradients; fp16 is predicted to fail above it; chosen by hand, not fitted
 LOSS_SCALE = 128.0  # of the fp16 measurement, where the layout is not fp16
 _DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # of the models built for growth against depth
@@ -216,8 +217,8 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
 
 
 def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Path | None) -> Subject:
-    """The fresh model of a recipe, or that of a checkpoint or run, whose own recipe then replaces all but the
-    sections that `diagnose` may be given for it.
+    """The fresh model of a recipe, or that of a checkpoint or run, whose own recipe then replaces all but
+    `OF_CHECKPOINT`.
 
     Raises:
         UserError: the checkpoint is missing, or the sizes of its vocabularies differ from the data's.
@@ -241,7 +242,7 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
     scale = None
     if state.loss_scale and recipe.loss_scale == trained.loss_scale:
         scale = float(state.loss_scale["scale"])
-    overridden = {name: getattr(recipe, name) for name in Recipe.marked("diagnose")}
+    overridden = {name: getattr(recipe, name) for name in OF_CHECKPOINT}
     return Subject(trained.model_copy(update=overridden), data, model, batch, vocabs, loaded.folder, passes=passes,
                    scale=scale)
 

@@ -43,7 +43,7 @@ def export(words: list[str]) -> None:
     add("--licence", default="unknown", metavar="NAME",
         help="the model's licence, for its page, by its name on Hugging Face such as cc-by-4.0 (default unknown)")
     args, recipe = parse(parser, words)
-    settable(args, "export", "a trained model is exported as it is")
+    settable(args, ["run", "parallel.threads"], "a trained model is exported as it is")
     positive(args, "lines")
     checkpoint = checkpoint_of(args.checkpoint, recipe)
     if EXPORTERS[args.to].checkpoint or EXPORTERS[args.to].encoder:
@@ -102,7 +102,7 @@ def fold(words: list[str]) -> None:
     add_checkpoint(parser)
     parser.add_argument("--output", metavar="FOLDER", help="the folder of the folded model (default: RUN/folded)")
     args, recipe = parse(parser, words)
-    settable(args, "rewrite", "a trained model is folded as it is")
+    settable(args, ["run"], "a trained model is folded as it is")
     from deepnmt.extras.export.post_ln import fold_run
 
     print(fold_run(recipe, checkpoint_of(args.checkpoint, recipe), args.output))

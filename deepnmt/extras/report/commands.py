@@ -28,7 +28,7 @@ def report(words: list[str]) -> None:
     add("--scores", default="scores.json", metavar="NAME", help="the file of scores in the run (default scores.json)")
     add("--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     args, recipe = parse(parser, words)
-    settable(args, "report", "what was scored is shown as it is")
+    settable(args, ["run", "data"], "what was scored is shown as it is")
     if len(args.runs) > 1:
         raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
     others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deepnmt.arguments import expected_model, parse, positive, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import add_checkpoints, checkpoints_of, processes_of
+from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 
 
@@ -20,6 +21,7 @@ def serve(words: list[str]) -> None:
         "prometheus-client: pip install 'deepnmt[serve]'",
         "deepnmt serve runs/my\n"
         "deepnmt serve runs/my --checkpoint best --host 0.0.0.0 --port 8080 translate.beam=1",
+        setting="translate.beam=1",
     )
     add = parser.add_argument
     add_checkpoints(parser)
@@ -37,7 +39,7 @@ def serve(words: list[str]) -> None:
     add("--drain", type=int, default=30, metavar="N",
         help="seconds in which requests are still answered after a signal (default %(default)s)")
     args, recipe = parse(parser, words)
-    settable(args, "translate", "a trained model translates as it is")
+    settable(args, Recipe.marked("translate"), "a trained model translates as it is")
     positive(args, "batch", "queue", "sentences", "bytes", "drain")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}, must be from 0 to 65535")

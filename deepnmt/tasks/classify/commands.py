@@ -51,6 +51,7 @@ def seeds(words: list[str]) -> int:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt seeds my.yaml\n"
         "deepnmt seeds my.yaml --seeds 1,2,3 train.updates=300",
+        setting="train.updates=300",
     )
     parser.add_argument("--seeds", default="1,2,3,4,5,6", metavar="N,N,...", help="the seeds (default 1,2,3,4,5,6)")
     args, recipe = parse(parser, words)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from deepnmt.config import Batch, Fact, Section
 from deepnmt.config.encoders import EncoderRecipe, EncoderTrain
-from deepnmt.config.fields import Fault, For
+from deepnmt.config.fields import Fault
 from deepnmt.config.sections import Count, Files, Rate
 
 Column = Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1)]
@@ -85,7 +85,7 @@ class ClassifyTrain(EncoderTrain):
 
 
 class ClassifyRecipe(EncoderRecipe):
-    data: Annotated[Examples, For("classify")]  # type: ignore[assignment]
+    data: Examples  # type: ignore[assignment]
     """The examples."""
     batch: SentenceBatch = SentenceBatch()
     """The micro-batches."""

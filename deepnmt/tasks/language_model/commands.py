@@ -46,6 +46,7 @@ def translate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/pairs --input in.txt --output out.txt\n"
         "deepnmt translate runs/pairs --input in.txt translate.beam=8",
+        setting="translate.beam=8",
     )
     add = parser.add_argument
     add_files(parser, "the text, a sentence a line; plain, .gz, .xz, .zst or .bz2", "the file of the translations")
@@ -55,7 +56,7 @@ def translate(words: list[str]) -> None:
     add_checkpoints(parser)
     parser.set_defaults(references=None, alignments=None)  # an encoder's
     args, recipe = parse(parser, words)
-    settable(args, "translate", "a trained model translates as it is", recipe=type(recipe))
+    settable(args, recipe.marked("translate"), "a trained model translates as it is")
     _require_pairs(recipe, "translate", True)
     translate_text(args, recipe)
 
@@ -75,6 +76,7 @@ def evaluate(words: list[str]) -> None:
         "deepnmt evaluate runs/my\n"
         "deepnmt evaluate runs/my --checkpoint best --context 400 data.block=512\n"
         "deepnmt evaluate runs/my --test valid",
+        setting="data.block=512",
     )
     add = parser.add_argument
     add("--test", action="append", metavar="NAME", help="a test text's name in data.test, or valid (of texts of one "
@@ -85,7 +87,7 @@ def evaluate(words: list[str]) -> None:
         "it for several (default: bleu, chrf, ter)")
     add_checkpoint(parser)
     args, recipe = parse(parser, words)
-    settable(args, "evaluate", "a trained model predicts as it is", recipe=type(recipe))
+    settable(args, recipe.marked("evaluate"), "a trained model predicts as it is")
     if args.context and recipe.translates:
         raise UserError("--context is of texts of one side, but the recipe has pairs; leave it out")
     if args.metric and not recipe.translates:
@@ -130,7 +132,7 @@ def score(words: list[str]) -> None:
                         help="an object a line in JSON, with the log-probability of every piece")
     add_checkpoint(parser)
     args, recipe = parse(parser, words)
-    settable(args, "score", "a trained model scores as it is", recipe=type(recipe))
+    settable(args, recipe.marked("score"), "a trained model scores as it is")
     _require_pairs(recipe, "score", False)
     from deepnmt.tasks.language_model.scoring import score_file
 
@@ -159,7 +161,7 @@ def sample(words: list[str]) -> None:
         "this probability (default 1)")
     add_checkpoint(parser)
     args, recipe = parse(parser, words)
-    settable(args, "sample", "a trained model continues as it is", recipe=type(recipe))
+    settable(args, ["seed", "data", "model"], "a trained model continues as it is")
     _require_pairs(recipe, "sample", False)
     positive(args, "tokens", "count")
     if not args.temperature > 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
@@ -187,7 +189,7 @@ def export(words: list[str]) -> None:
     add_checkpoint(parser)
     parser.add_argument("--output", metavar="FOLDER", help="the folder to write (default: RUN/huggingface)")
     args, recipe = parse(parser, words)
-    settable(args, "export", "a trained model is exported as it is", recipe=type(recipe))
+    settable(args, ["run", "parallel.threads"], "a trained model is exported as it is")
     import torch
 
     from deepnmt.tasks.language_model.huggingface import export_model

@@ -127,9 +127,9 @@ class LanguageTrain(Train):
 
 
 class LanguageRecipe(Recipe):
-    data: Annotated[Texts, For("evaluate", "score", "sample")]  # type: ignore[assignment]
+    data: Annotated[Texts, For("evaluate", "score")]  # type: ignore[assignment]
     """Texts, and how they are read."""
-    model: Annotated[LanguageModel, Fact.FIXED, For("evaluate", "score", "sample", "average")] = LanguageModel()
+    model: Annotated[LanguageModel, Fact.FIXED, For("evaluate", "score", "average")] = LanguageModel()
     """The Transformer."""
     train: LanguageTrain
     """Length of the run; what it logs, validates and saves."""

@@ -17,7 +17,7 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.training.dry_run import micro_batches, plan_of
 from deepnmt.training.fine_tuning import check_parts, find_trained, origins
-from deepnmt.training.profile import first_of, profile_on
+from deepnmt.training.profile import profile_on
 from deepnmt.training.task import Task, Validation
 from deepnmt.training.transformers import start_transformer
 from deepnmt.training.validation import sum_losses
@@ -32,8 +32,8 @@ def _start(recipe: Recipe, layout: Layout, data: PreparedText, ranks: Ranks, ini
     vocabs = (data.vocab, data.vocab)
 
     def profile() -> AdminProfile | None:
-        return profile_on(recipe, (data.vocab.size, data.vocab.size),
-                          lambda: first_of(_stream(recipe, data), recipe, ranks), ranks, data.fingerprint)
+        return profile_on(recipe, (data.vocab.size, data.vocab.size), lambda: _stream(recipe, data), ranks,
+                          data.fingerprint)
 
     return start_transformer(recipe, layout, vocabs, ranks, initialise, profile)
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from deepnmt.config import Fact, Section
 from deepnmt.config.encoders import EncoderRecipe
-from deepnmt.config.fields import Fault, For
+from deepnmt.config.fields import Fault
 from deepnmt.config.sections import Files, Folder
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -51,7 +51,7 @@ class Masking(Section):
 
 
 class MaskedRecipe(EncoderRecipe):
-    data: Annotated[Texts, For("report")]  # type: ignore[assignment]
+    data: Texts  # type: ignore[assignment]
     """The texts."""
     masking: Annotated[Masking, Fact.FIXED] = Masking()
     """Which tokens are predicted."""

@@ -26,12 +26,13 @@ def translate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt translate runs/speech --input list.tsv --output out.txt\n"
         "deepnmt translate runs/speech --checkpoint best --input list.tsv --format jsonl translate.nbest=5",
+        setting="translate.nbest=5",
     )
     add_files(parser, "the list, an audio file a line", "the file of the texts")
     add_format(parser)
     add_checkpoints(parser, CHECKPOINT)  # so that an ensemble is refused in a sentence
     args, recipe = parse(parser, words)
-    settable(args, "translate", "a trained model recognises as it is")
+    settable(args, recipe.marked("translate"), "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
     from deepnmt.tasks.speech.recognise import recognise_list
 
@@ -51,12 +52,13 @@ def evaluate(words: list[str]) -> None:
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/speech\n"
         "deepnmt evaluate runs/speech --checkpoint best --test clean translate.beam=10",
+        setting="translate.beam=10",
     )
     parser.add_argument("--test", action="append", metavar="SET",
                         help="a name in data.test; repeat it for several (default: all)")
     add_checkpoints(parser, CHECKPOINT)  # so that an ensemble is refused in a sentence
     args, recipe = parse(parser, words)
-    settable(args, "evaluate", "a trained model recognises as it is")
+    settable(args, recipe.marked("evaluate"), "a trained model recognises as it is")
     checkpoints = _one(checkpoints_of(args.checkpoint, recipe))
     from deepnmt.tasks.speech.recognise import score_lists
 

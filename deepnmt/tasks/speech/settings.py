@@ -104,7 +104,7 @@ class SpeechTrain(Train):
 
 
 class SpeechRecipe(Recipe):
-    data: Annotated[Audio, For("report", "evaluate")]  # type: ignore[assignment]
+    data: Audio  # type: ignore[assignment]
     """The utterances."""
     spec_augment: Annotated[SpecAugment, Fact.FIXED] = SpecAugment()
     """What training hides of them."""

@@ -38,6 +38,7 @@ def translate(words: list[str]) -> None:
         "deepnmt translate runs/my --checkpoint best --checkpoint runs/other --input in.txt --output out.txt\n"
         "deepnmt translate runs/my --input in.txt --prefix begin.txt --output out.txt\n"
         "deepnmt translate runs/my --input in.de.zst --output out.en.zst --part 3/8",
+        setting="translate.beam=8",
     )
     add = parser.add_argument
     add_files(parser, "the text, a sentence a line; plain, .gz, .xz, .zst or .bz2",
@@ -53,7 +54,7 @@ def translate(words: list[str]) -> None:
         "cross-attention of translate.alignment_layer; jsonl has them too")
     add_checkpoints(parser)
     args, recipe = parse(parser, words)
-    settable(args, "translate", "a trained model translates as it is")
+    settable(args, recipe.marked("translate"), "a trained model translates as it is")
     translate_text(args, recipe)
 
 
@@ -82,7 +83,7 @@ def score(words: list[str]) -> None:
     add("--top", type=int, default=0, metavar="N", help="beside each piece, the N likeliest there (default 0)")
     add_checkpoints(parser)
     args, recipe = parse(parser, words)
-    settable(args, "score", "a trained model scores as it is")
+    settable(args, recipe.marked("score"), "a trained model scores as it is")
     if args.pieces and not FORMATS[args.format].many:
         raise UserError(f"--pieces has no effect here because --format {args.format} holds a number for each "
                         f"translation; choose --format {either(FORMATS.where(lambda row: row.many))}")
@@ -133,9 +134,9 @@ def evaluate(words: list[str]) -> None:
         raise UserError(f"--checkpoint {' '.join(args.checkpoint)} names checkpoints of one run, but "
                         f"{1 + len(args.runs)} runs are given; take best, newest or averaged, which every run has")
     if args.hypotheses:
-        settable(args, "evaluate --hypotheses", "ready translations are scored")
+        settable(args, recipe.marked("evaluate --hypotheses"), "ready translations are scored")
     else:
-        settable(args, "evaluate", "a trained model translates as it is")
+        settable(args, recipe.marked("evaluate"), "a trained model translates as it is")
     checkpoints = checkpoints_of(args.checkpoint, recipe)
     from deepnmt.evaluate.evaluate import evaluate_run
 

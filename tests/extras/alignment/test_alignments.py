@@ -100,6 +100,16 @@ def test_a_faulty_line_of_a_shard_is_named_where_it_is(prepared: Path, tmp_path:
         prepare(recipe)
 
 
+@pytest.mark.parametrize("shard_pairs", [0, 7])
+def test_a_pattern_names_files_that_follow_each_other(prepared: Path, tmp_path: Path, shard_pairs: int) -> None:
+    (tmp_path / "links.1").write_text("0-0\n" * 9)
+    (tmp_path / "links.2").write_text("0-0 1-1\n" * 11)
+    train = text(prepared, "test", alignments=str(tmp_path / "links.*"))
+    prepare(recipe := recipe_of(prepared, tmp_path, train=train, shard_pairs=shard_pairs))
+    counts = PreparedData.open(recipe.data.folder).manifest["splits"]["train"]
+    assert counts["pairs"] == counts["read"] == 20 and counts["alignments"]["links"] == 9 + 2 * 11
+
+
 def test_words_that_pieces_do_not_begin_leave_a_pair_without(prepared: Path, tmp_path: Path) -> None:
     """SentencePiece's character for a space in the text itself begins a word."""
     pairs = list(read_pairs(recipe_of(prepared, tmp_path).data.test["held_out"]))
