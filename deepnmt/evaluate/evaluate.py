@@ -307,11 +307,11 @@ def file_beside(stem: str, recipe: Recipe, checkpoints: Sequence[str | Path], pa
     run = Path(recipe.run)
     names = [stem]
     for folder in checkpoints:
-        names += _checkpoint_parts(Path(folder).resolve(), run.resolve())
+        names += checkpoint_parts(Path(folder).resolve(), run.resolve())
     return run / f"{'-'.join(map(text_name, [*names, *parts]))}.json"
 
 
-def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
+def checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
     """The folder names that identify a checkpoint: those below its run folder (none for the run itself), and for
     another run its name first. `checkpoints` is left out."""
     if checkpoint.is_relative_to(run):
@@ -333,10 +333,14 @@ def load_test_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[Evaluati
         raise UserError("the recipe has no data.test; give a test set, NAME=SRC,REF (two text files) or one of "
                         "SacreBLEU's such as wmt14/full")
     sets = [_load_test_set(recipe, spec) for spec in specs]
-    names = [test.name for test in sets]
-    if len(set(map(text_name, names))) < len(names):
-        raise UserError(f"two of the test sets {', '.join(names)} have the same name; give each another name")
+    require_different([test.name for test in sets])
     return sets
+
+
+def require_different(names: Sequence[str]) -> None:
+    """Raises `UserError` where two test sets have one name, or names that files cannot tell apart."""
+    if len(set(map(text_name, names))) < len(names):
+        raise UserError(f"two of the test sets {', '.join(names)} have the same name; give each once, or another name")
 
 
 def _load_test_set(recipe: Recipe, spec: str) -> EvaluationSet:

@@ -15,7 +15,7 @@ from deepnmt.data.text import read_lines
 from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
-from deepnmt.evaluate.evaluate import file_beside, recipe_of_run
+from deepnmt.evaluate.evaluate import file_beside, recipe_of_run, require_different
 from deepnmt.files import make_parent_folder, make_run_folder, reporting, table, write_json
 from deepnmt.model.loss import perplexity
 from deepnmt.processes.ranks import Ranks
@@ -55,6 +55,7 @@ def evaluate_run(
     for name in tests or []:
         if name not in (*named, "valid"):
             raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
+    require_different(tests or named)
     if ranks.first:
         make_run_folder(Path(recipe.run))  # before the work
     rows = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")]

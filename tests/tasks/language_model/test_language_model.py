@@ -271,6 +271,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
     for command, words, said in (
         ("evaluate", ["--context", "24"], r"--context is 24 and data\.block 24"),
         ("evaluate", ["--test", "held", "--test", "other"], "^deepnmt: --test other is not prepared; .* held, valid"),
+        ("evaluate", ["--test", "held", "--test", "held"], "two of the test sets held, held have the same name"),
         ("score", ["--input", str(long)], r"long\.txt, line 2: has 81 tokens .* reads at most 48"),
         ("score", ["--input", str(long), "--output", str(long)], "is the input file itself; give another output"),
         ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),
