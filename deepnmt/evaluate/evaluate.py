@@ -105,7 +105,7 @@ def evaluate_run(
         if os.path.realpath(file) in map(os.path.realpath, _files_read(recipe, tests, hypotheses)):
             raise UserError(f"scores cannot be written to {file}, which is one of the texts; give another file")
     else:
-        file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
+        file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:], metrics)
     a_file = file.is_file() or not file.exists()  # no device
     if ranks.first and a_file and (output is not None or file.parent.exists()):
         make_parent_folder(file)
@@ -256,6 +256,7 @@ def scores_file(
     hypotheses: Sequence[str] | None = None,
     checkpoints: Sequence[str | Path] = (),
     others: Sequence[str] = (),
+    metrics: Sequence[str] = USUAL,
 ) -> Path:
     """The file in the run folder that scores go into; `sets` are the loaded `tests`.
 
@@ -267,6 +268,7 @@ def scores_file(
         the settings     of languages, search and seed that differ from the run's, `beam_1`
         the test sets    if `tests` was given, or they differ from the run's; a text that is neither in the run's recipe
                          nor in SacreBLEU under this name gets six digits of its SHA-256, `mine_0f3a9c`
+        the metrics      if `metrics` lack a usual one
 
     Raises:
         UserError: recipe.yaml in the run folder is faulty.
@@ -292,6 +294,8 @@ def scores_file(
             else:
                 lines = json.dumps([test.sources, *test.references])
                 parts.append(f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
+    if not set(USUAL) <= set(metrics):
+        parts += metrics
     return file_beside("scores", recipe, checkpoints, parts)
 
 
