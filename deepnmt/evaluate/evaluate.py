@@ -101,7 +101,7 @@ def evaluate_run(
         if os.path.realpath(file) in map(os.path.realpath, _files_read(recipe, tests, hypotheses)):
             raise UserError(f"scores cannot be written to {file}, which is one of the texts; give another file")
     else:
-        file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:])
+        file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:], metrics)
     is_plain = file.is_file() or not file.exists()  # no device, beside which no texts are kept
     if ranks.first and is_plain and (output is not None or file.parent.exists()):
         make_parent_folder(file)
@@ -252,6 +252,7 @@ def scores_file(
     hypotheses: Sequence[str] | None = None,
     checkpoints: Sequence[str | Path] = (),
     others: Sequence[str] = (),
+    metrics: Sequence[str] = USUAL,
 ) -> Path:
     """The file in the run folder that scores go into; `sets` are the loaded `tests`.
 
@@ -263,6 +264,7 @@ def scores_file(
         the settings     of languages, search and seed that differ from the run's, `beam_1`
         the test sets    if `tests` was given, or they differ from the run's; a text that is neither in the run's recipe
                          nor in SacreBLEU under this name gets six digits of its SHA-256, `mine_0f3a9c`
+        the metrics      if `metrics` lack a usual one
 
     Raises:
         UserError: recipe.yaml in the run folder is faulty.
@@ -288,6 +290,8 @@ def scores_file(
             else:
                 lines = json.dumps([test.sources, *test.references])
                 parts.append(f"{test.name}_{hashlib.sha256(lines.encode()).hexdigest()[:6]}")
+    if not set(USUAL) <= set(metrics):
+        parts += metrics
     return file_beside("scores", recipe, checkpoints, parts)
 
 
@@ -303,11 +307,11 @@ def file_beside(stem: str, recipe: Recipe, checkpoints: Sequence[str | Path], pa
     run = Path(recipe.run)
     names = [stem]
     for folder in checkpoints:
-        names += _checkpoint_parts(Path(folder).resolve(), run.resolve())
+        names += checkpoint_parts(Path(folder).resolve(), run.resolve())
     return run / f"{'-'.join(map(text_name, [*names, *parts]))}.json"
 
 
-def _checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
+def checkpoint_parts(checkpoint: Path, run: Path) -> list[str]:
     """The folder names that identify a checkpoint: those below its run folder (none for the run itself), and for
     another run its name first. `checkpoints` is left out."""
     if checkpoint.is_relative_to(run):
@@ -329,10 +333,14 @@ def load_test_sets(recipe: Recipe, tests: Sequence[str] | None) -> list[Evaluati
         raise UserError("the recipe has no data.test; give a test set, NAME=SRC,REF (two text files) or one of "
                         "SacreBLEU's such as wmt14/full")
     sets = [_load_test_set(recipe, spec) for spec in specs]
-    names = [test.name for test in sets]
-    if len(set(map(text_name, names))) < len(names):
-        raise UserError(f"two of the test sets {', '.join(names)} have the same name; give each another name")
+    require_different([test.name for test in sets])
     return sets
+
+
+def require_different(names: Sequence[str]) -> None:
+    """Raises `UserError` where two test sets have one name, or names that files cannot tell apart."""
+    if len(set(map(text_name, names))) < len(names):
+        raise UserError(f"two of the test sets {', '.join(names)} have the same name; give each once, or another name")
 
 
 def _load_test_set(recipe: Recipe, spec: str) -> EvaluationSet:

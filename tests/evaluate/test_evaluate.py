@@ -371,12 +371,13 @@ def test_other_scores_do_not_overwrite_the_runs_own(
     mine = f"mine/1={tmp_path}/a.en.gz,{good}"
     evaluate_run(recipe, tests=["first", mine])
     evaluate_run(recipe, checkpoints=[checkpoint])
+    evaluate_run(recipe, metrics=["wer", "chrf++"])
     evaluate_run(config.load_recipe(run, ["translate.max_extra=2"]))
     evaluate_run(recipe, ["first"], [f"a={good}", f"b={good}"])
     assert f"scores are in {run}/scores-a-b-first.json" in capsys.readouterr().err
     assert {file.name for file in run.glob("*.json*")} == {
         "scores.json", "scores-first-mine_1_814f71.json", "scores-update-00000010.json", "scores-max_extra_2.json",
-        "scores-a-b-first.json"}
+        "scores-a-b-first.json", "scores-wer-chrf_.json"}
     assert (run / "scores.json").read_bytes() == own
 
 
@@ -396,6 +397,7 @@ def test_names_of_other_scores(recipe: config.Recipe, tmp_path: Path) -> None:
     other = [f"data.test.first.src=[{lines}]", f"data.test.first.trg=[{less}]"]
     assert name() == name(checkpoints=[run]) == name("run=" + str(run)) == "scores.json"
     assert name("translate.beam=1", "seed=7") == "scores-seed_7-beam_1.json"
+    assert name(metrics=["wer", "ter", "chrf", "bleu"]) == "scores.json" and name(metrics=["ter"]) == "scores-ter.json"
     assert name("translate.beam=1", hypotheses=["a b=x,y"]) == "scores-a_b.json"  # no search
     assert name("data.trg_lang=fr", hypotheses=["a=x,y"]) == "scores-a-trg_lang_fr.json"
     assert name(*other) == "scores-first_5e5bf1-second.json"

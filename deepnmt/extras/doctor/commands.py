@@ -109,6 +109,11 @@ def _coordinates(parser: ArgumentParser, args: Namespace, recipe: Recipe) -> Non
     for name, values in (("widths", widths), ("depths", depths), ("updates", [updates]), ("seeds", [seeds])):
         if min(values) < 1:
             raise UserError(f"--{name} has {min(values)}, must be 1 or more")
+    if len(set(widths)) == len(set(depths)) == 1:
+        raise UserError("--widths and --depths name one model, compared with none; give several of one of them")
+    if recipe.train.init_from is not None:
+        raise UserError(f"train.init_from is {recipe.train.init_from}, but --coordinates trains models from new "
+                        "weights; add train.init_from=null train.grow=null")
     for width in widths:
         if width % 8 or width % min(widths):
             raise UserError(f"--widths has {width}; all must be multiples of 8 and of the smallest")

@@ -223,9 +223,11 @@ def check_coordinates(
 
 
 def table(ranges: Mapping[str, Any]) -> str:
-    """The spreads as text, those of the rule as it is in brackets, and which quantities are not flat."""
-    axes = [(axis, kind) for axis in ranges for kind in Measured._fields]
+    """The spreads as text, those of the rule as it is in brackets, and which quantities are not flat; of axes with
+    several sizes."""
     names = list(ranges["width"]["carried"]["size"])
+    axes = [(axis, kind) for axis in ranges for kind in Measured._fields
+            if len(ranges[axis]["carried"][kind][names[0]]) > 1]  # one size is neither flat nor not
     lines = ["largest over smallest value, with tuned_at (and without):", "",
              f"{'':<24}" + "".join(f"{f'{kind} by {axis}':>18}" for axis, kind in axes)]
     uneven = []

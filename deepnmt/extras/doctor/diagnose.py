@@ -35,6 +35,7 @@ from deepnmt.data.batching import Position
 from deepnmt.data.mixing import training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import checkpoint_parts
 from deepnmt.extras.doctor.faults import wrong_outputs, wrong_sizes, wrong_training, wrong_wiring
 from deepnmt.extras.doctor.measures import (
     Changes,
@@ -190,10 +191,7 @@ def diagnose(
     batch = first_batch(recipe, data, tokens, device)
     subject = subject_of(recipe, data, batch, checkpoint)
     if output is None:
-        name = "diagnosis"
-        if subject.checkpoint:
-            name += f"-{original_name(subject.checkpoint)}"
-        output = Path(recipe.run) / name
+        output = default_output(recipe, subject.checkpoint)
         make_run_folder(output)
     findings = examine(subject, verdict_rule, max(1, processes // stages), updates, clock)
     with reporting(str(output), "free disk space, or name another folder with --output"):
@@ -560,6 +558,15 @@ def _json_ready(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def default_output(recipe: Recipe, checkpoint: Path | None) -> Path:
+    """The folder of a diagnosis in the run's, named after the checkpoint, and for another run's after that, too."""
+    names = ["diagnosis"]
+    if checkpoint is not None:
+        place = checkpoint.with_name(original_name(checkpoint)).resolve()
+        names += checkpoint_parts(place, Path(recipe.run).resolve())
+    return Path(recipe.run) / "-".join(names)
 
 
 def default_checkpoint(recipe: Recipe, name: str | None, is_run: bool) -> Path | None:

@@ -76,12 +76,16 @@ def model_card(
 
 
 def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]:
-    """What `deepnmt evaluate` has found for this checkpoint alone: metric and test set, score, signature."""
+    """What `deepnmt evaluate` has found for this checkpoint alone: metric and test set, score, signature. Scores of
+    weights that its folder held before, of other updates, are not its own."""
     rows = []
+    own = loaded.state.update, loaded.state.extra.get("averaged_updates", [])
     for file in sorted(Path(recipe.run).glob("scores*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # it is another program's
             report = json.loads(file.read_bytes())
             if "ensemble" in report or Path(report["checkpoint"]).resolve() != loaded.folder.resolve():
+                continue
+            if (report["update"], report["averaged_updates"]) != own:
                 continue
             for test, scores in report["sets"].items():
                 for metric in ("bleu", "chrf", "ter"):

@@ -296,9 +296,10 @@ def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
 
 def _marian(folder: Path) -> Foreign:
     tree = _json(folder / "config.json", dict[str, Any])
-    if tree.get("model_type") != "marian":
-        raise UserError(f"{folder}/config.json is of a {tree.get('model_type')} model; deepnmt imports marian "
-                        "and bert models, and fairseq checkpoints")
+    kind = tree.get("model_type")
+    if kind != "marian":
+        what = f"is of a {kind} model" if kind else "has no model_type"
+        raise UserError(f"{folder}/config.json {what}; deepnmt imports marian and bert models, and fairseq checkpoints")
     config = _checked(Marian, tree, folder / "config.json")
     if config.normalize_before or config.normalize_embedding or not config.scale_embedding:
         raise UserError(f"{folder}/config.json has normalize_before, normalize_embedding or no scale_embedding; "

@@ -135,7 +135,8 @@ class App:
         try:
             answers = await _unless_gone(self.batches.translate(texts), request.receive)
         except QueueFullError:
-            raise RefusedError(503, f"{self.batches.waiting} sentences are waiting, as many as may; try again later",
+            raise RefusedError(503, f"{self.batches.waiting} sentences are waiting, and with the {len(texts)} of this "
+                               f"request they would be more than {self.batches.longest}; try again later",
                                **{"retry-after": "1"}) from None
         self.metrics.count_translations(len(answers), sum(best[0].tokens for best in answers))
         answer: dict[str, Any] = {"translations": [best[0].text for best in answers]}

@@ -15,7 +15,7 @@ from deepnmt.data.text import read_lines
 from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
-from deepnmt.evaluate.evaluate import file_beside, recipe_of_run
+from deepnmt.evaluate.evaluate import file_beside, recipe_of_run, require_different
 from deepnmt.files import make_parent_folder, make_run_folder, reporting, table, write_json
 from deepnmt.model.loss import perplexity
 from deepnmt.processes.ranks import Ranks
@@ -34,8 +34,8 @@ def evaluate_run(
     recipe: Recipe, tests: list[str] | None, context: int, checkpoint: str | None, ranks: Ranks,
     expected: Model | None = None,
 ) -> str:
-    """A table of perplexities; `RUN/perplexity.json` has the same, for chosen texts, another checkpoint, context or
-    window a file beside it. Every rank scores a share. Collective.
+    """A table of perplexities; `RUN/perplexity.json` has the same, for chosen texts, another folder of texts,
+    checkpoint, context or window a file beside it. Every rank scores a share. Collective.
 
     Raises:
         UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model.
@@ -55,6 +55,7 @@ def evaluate_run(
     for name in tests or []:
         if name not in (*named, "valid"):
             raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
+    require_different(tests or named)
     if ranks.first:
         make_run_folder(Path(recipe.run))  # before the work
     rows = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")]
@@ -72,8 +73,11 @@ def evaluate_run(
                      f"{scores[name]['perplexity']:.2f}", f"{measured['bits_per_byte']:.4f}"))
     if ranks.first:
         parts = [f"context_{context}"] if context else []
-        if window != texts_of(recipe_of_run(recipe)).block:
+        own = recipe_of_run(recipe)
+        if window != texts_of(own).block:
             parts.append(f"block_{window}")
+        if data.folder != Path(own.data.folder):
+            parts.append(str(data.folder))
         file = file_beside("perplexity", recipe, [checkpoint] if checkpoint else [], [*parts, *(tests or [])])
         with reporting(str(file), "free disk space, or give write permission"):
             write_json(file, {

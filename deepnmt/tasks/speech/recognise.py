@@ -37,7 +37,7 @@ from deepnmt.decode.translate import (
     write_lines,
 )
 from deepnmt.errors import UserError, enough_memory
-from deepnmt.evaluate.evaluate import scores_file, text_name, texts_folder
+from deepnmt.evaluate.evaluate import require_different, scores_file, text_name, texts_folder
 from deepnmt.evaluate.metrics import EvaluationSet, score_systems
 from deepnmt.evaluate.ratios import edits
 from deepnmt.files import make_run_folder, reporting, write_json, write_text
@@ -172,6 +172,7 @@ def score_lists(
             raise UserError(f"there is no test set {name} in data.test, which has {', '.join(tests) or 'none'}")
     if not tests:
         raise UserError("the recipe has no data.test; name lists there, as in data.test.clean=clean.tsv")
+    require_different(names or [*tests])
     lists = {name: list(read_lists(files_of(tests[name]), f"data.test.{name}")) for name in names or tests}
     sets = [EvaluationSet(name, [utterance.where for utterance in utterances],
                           [[utterance.text for utterance in utterances]]) for name, utterances in lists.items()]

@@ -106,8 +106,8 @@ def evaluate(words: list[str]) -> None:
         "the first on its test sets. With --hypotheses it scores ready translations instead, and compares several\n"
         "systems. Scores are SacreBLEU's, each with its signature; p is by approximate randomization.\n\n"
         "Reads a checkpoint of the run and the test sets. Prints a table and writes RUN/scores.json; scores of other\n"
-        "test sets, checkpoints, runs or settings go into a file beside it. Sources, references and translations are\n"
-        "kept in a folder of the file's name, as NAME.src, NAME.ref and NAME.hyp.\n"
+        "test sets, checkpoints, runs, metrics or settings go into a file beside it. Sources, references and\n"
+        "translations are kept in a folder of the file's name, as NAME.src, NAME.ref and NAME.hyp.\n"
         "Runs as one process, or as several under deepspeed, torchrun or srun.",
         "deepnmt evaluate runs/my\n"
         "deepnmt evaluate runs/my --checkpoint best --test mine=test.en,test.de\n"

@@ -18,12 +18,14 @@ from deepnmt.extras.doctor.coordinates import (
     ALL_LOGITS,
     FLAT,
     LOG_PROBABILITIES,
+    RULES,
     Measured,
     Size,
     at_size,
     measure,
     quantities,
     spread,
+    table,
 )
 from deepnmt.model.init import new_model
 from deepnmt.parallel.engine import LocalEngine
@@ -100,6 +102,14 @@ def test_spread() -> None:
     assert spread([1.0, 0.0]) == spread([1.0, math.nan]) == math.inf
 
 
+def test_one_width_is_called_neither_flat_nor_not() -> None:
+    def both(values: list[float]) -> dict[str, dict[str, dict[str, list[float]]]]:
+        return {rule: {"size": {"x": values}, "change": {"x": values}} for rule in RULES}
+
+    said = table({"width": both([1.0]), "depth": both([1.0, 2.0])})
+    assert "by width" not in said and "not flat: x (size by depth), x (change by depth)" in said
+
+
 def test_the_command(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(prepared / "recipe.yaml"), "model.encoder.block=pre_ln", "model.decoder.block=pre_ln",
              "--coordinates", "--widths", "16", "32", "--depths", "1", "2", "--updates", "2",
@@ -113,6 +123,8 @@ def test_the_command(prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     for more, sentence in [
         (["--tokens", "9"], "--tokens has no effect with --coordinates; remove one of them"),
         (["--widths", "16", "24"], "--widths has 24; all must be multiples of 8 and of the smallest"),
+        (["--widths", "16", "16", "--depths", "2"], "--widths and --depths name one model, compared with none"),
+        (["train.init_from=runs/x"], "train.init_from is runs/x, but --coordinates trains models from new weights"),
         (["--depths", "0"], "--depths has 0, must be 1 or more"),
         (["model.encoder.block=b2t"], "tuned_at is known for block: pre_ln or peri_ln, but encoder.block is b2t"),
     ]:

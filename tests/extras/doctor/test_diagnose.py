@@ -29,6 +29,7 @@ from deepnmt.extras.doctor.diagnose import (
     checkpoint_displacements,
     course,
     default_checkpoint,
+    default_output,
     first_batch,
     growth,
     judge,
@@ -319,6 +320,17 @@ def test_a_run_and_its_checkpoints(
     assert len(probed) == 6 * 4 + 3 * 2 * (2 + 3)  # of four layers, and of each of their sub-layers
     points = probed["probe/decoder.layers.1/gradient_norm"]
     assert [*points] == [2, 4, 6] and min(points.values()) > 0
+
+
+def test_another_runs_checkpoint_has_a_folder_of_its_own(prepared: Path, tmp_path: Path) -> None:
+    """That of this run's own checkpoint of the same update stays as it is."""
+    recipe = with_settings(small(prepared), {"run": str(tmp_path / "mine")})
+    for checkpoint, name in {"mine/checkpoints/update-00000006": "diagnosis-update-00000006",
+                             "mine/averaged": "diagnosis-averaged",
+                             "other/checkpoints/update-00000006": "diagnosis-other-update-00000006",
+                             "other/averaged": "diagnosis-other-averaged"}.items():
+        assert default_output(recipe, tmp_path / checkpoint) == tmp_path / "mine" / name
+    assert default_output(recipe, None) == tmp_path / "mine" / "diagnosis"
 
 
 def test_each_stack_grows_by_its_own_depth(prepared: Path) -> None:

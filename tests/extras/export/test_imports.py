@@ -180,6 +180,8 @@ def test_models_that_deepnmt_cannot_compute_are_refused(tmp_path: Path, refused:
     (tmp_path / "bart").mkdir()
     (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart"}')
     assert "is of a bart model" in refused("import", tmp_path / "bart", tmp_path / "run")
+    (tmp_path / "bart" / "config.json").write_text('{"bos_token": "<s>"}')  # as of CTranslate2
+    assert "config.json has no model_type" in refused("import", tmp_path / "bart", tmp_path / "run")
     assert "exists already" in refused("import", tmp_path / "bpe", tmp_path / "bart")
     (tmp_path / "empty").mkdir()
     assert "has neither a config.json" in refused("import", tmp_path / "empty", tmp_path / "run")

@@ -111,7 +111,7 @@ def test_runs_are_compared_on_the_firsts_test_sets(
     assert "chrF2++" in table and "\nBLEU" not in table and ": BLEU" not in table
     assert re.search(r"mine: chrF2\+\+ of two is [+-]\d", table)
     file, = Path(one).glob("scores-*.json")
-    assert file.name == "scores-update-00000001-two.json"
+    assert file.name == "scores-update-00000001-two-chrf_.json"
     found = json.loads(file.read_text())
     assert list(found["systems"]) == ["one", "two"]
     kept = {name: (texts_folder(file) / f"mine.{name}.hyp").read_text(encoding="utf-8").splitlines()

@@ -297,4 +297,5 @@ def test_a_full_queue_and_a_signal(run: deepnmt.Run, warm: Warm, server: Server,
         answers = [one.result() for one in asked]
     assert warm.wait(60) == [0], warm.said()
     assert sorted(status for status, _ in answers) == [200] + 7 * [503]
-    assert all("later" in answer["error"] for status, answer in answers if status == 503)
+    full = "4 sentences are waiting, and with the 5 of this request they would be more than 1; try again later"
+    assert {answer["error"] for status, answer in answers if status == 503} == {full}

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from deepnmt.config import load_recipe
 from deepnmt.data.examples import ExampleStream
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
+from deepnmt.evaluate.evaluate import text_name
 from deepnmt.files import read_log
 from deepnmt.steps import run_steps
 from deepnmt.tasks.language_model.model import continue_text, load, score_stream, token_scores
@@ -69,6 +71,13 @@ def test_it_learns_and_tells_how_well(trained: Path, capsys: pytest.CaptureFixtu
     good, bad = (json.loads(line) for line in scores.read_text().splitlines())
     assert good["score"] > bad["score"] and len(good["pieces"]) == 7
     assert sum(value for _, value in good["pieces"]) == pytest.approx(good["score"], abs=1e-4)
+
+
+def test_another_text_is_measured_beside_the_runs_own(trained: Path) -> None:
+    run, other = trained / "run", trained / "other"
+    shutil.copytree(recipe(trained).data.folder, other)
+    assert main("evaluate", [str(run), f"data.folder={other}"]) == 0
+    assert [file.name for file in run.glob("perplexity*other.json")] == [f"perplexity-{text_name(str(other))}.json"]
 
 
 def test_scores_appear_when_all_are_there(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +280,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
     for command, words, said in (
         ("evaluate", ["--context", "24"], r"--context is 24 and data\.block 24"),
         ("evaluate", ["--test", "held", "--test", "other"], "^deepnmt: --test other is not prepared; .* held, valid"),
+        ("evaluate", ["--test", "held", "--test", "held"], "two of the test sets held, held have the same name"),
         ("score", ["--input", str(long)], r"long\.txt, line 2: has 81 tokens .* reads at most 48"),
         ("score", ["--input", str(long), "--output", str(long)], "is the input file itself; give another output"),
         ("sample", ["--tokens", "100"], "--prompt has 0 tokens, and --tokens is 100, but the model reads at most 48"),

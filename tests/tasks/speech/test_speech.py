@@ -461,6 +461,11 @@ def test_settings_that_are_refused(changes: list[str], expected: str, prepared: 
     assert expected in refused("train", write(prepared), "--dry-run", *changes)
 
 
+def test_a_test_set_is_named_once(prepared: Path, refused: Refused) -> None:
+    twice = ("--test", "held") * 2
+    assert "two of the test sets held, held have the same name" in refused("evaluate", write(prepared), *twice)
+
+
 def test_prepared_data_is_compared(prepared: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     assert "data.max_frames 80, but the recipe has 79" in refused("train", write(prepared), "data.max_frames=79")
     assert "--part is 1/2" in refused("prepare", write(prepared), "--part", "1/2")
