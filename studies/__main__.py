@@ -114,18 +114,20 @@ def verdict_runs(words: list[str]) -> None:
                 ("--share", "N", int, [0, 1], "K N: train the K-th of every N runs, from 0 (default 0 1)"),
                 ("--data", "FOLDER", Path, Path("data/verdict"), "prepared texts (default: %(default)s)"),
                 ("--rule", "FILE", Path, None, "judge: a rule other than deepnmt's own"))
-    parser.add_argument("--ship", action="store_true", help="fit: replace deepnmt's own rule")
+    parser.add_argument("--ship", action="store_true",
+                        help="fit: replace deepnmt's own rule; judge: note in it how right it was")
     parser.add_argument("--kind", choices=["short", "long", "longest", "first", "first_8000"], default="short",
                         help="run: short ones (the default); long or longest ones, of which many have a slower\n"
                              "encoder; or what `deepnmt new` might write first, also with\n8,000 pieces")
     args = parser.parse_args(words)
     both = ("run", "propose")
-    actions = {"ship": ("fit",), "rule": ("judge",), "of": ("again", "propose"), "count": both, "seed": both,
+    actions = {"ship": ("fit", "judge"), "rule": ("judge",), "of": ("again", "propose"), "count": both, "seed": both,
                "data": (*both, "again")}
     for name, value in vars(args).items():
         used = actions.get(name, ("run",))
         if name not in ("action", "runs") and args.action not in used and value != parser.get_default(name):
-            raise UserError(f"--{name} has no effect here because it belongs to verdict-runs {used[0]}; remove it")
+            raise UserError(f"--{name} has no effect here because it belongs to verdict-runs {' or '.join(used)}; "
+                            "remove it")
     if args.action in ("again", "propose") and args.of is None:
         raise UserError(f"verdict-runs {args.action} needs other runs; give their file with --of, for example "
                         "--of studies/verdict_fresh.jsonl")
@@ -150,7 +152,7 @@ def verdict_runs(words: list[str]) -> None:
     if args.action == "fit":
         print(fit_runs(args.runs, args.ship))
     elif args.action == "judge":
-        print(judge_runs(args.runs, args.rule))
+        print(judge_runs(args.runs, args.rule, args.ship))
     elif args.action == "learn":
         print(learn_runs(args.runs))
     elif args.action == "toy":

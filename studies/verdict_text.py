@@ -31,6 +31,7 @@ from deepnmt.extras.doctor.outcome import OUTCOMES, Measured, frequencies, measu
 from deepnmt.extras.doctor.variants import alternatives, fresh_model, initialisation
 from deepnmt.extras.doctor.verdict import (
     SHIPPED,
+    SURE,
     TRIAL,
     Trial,
     VerdictRule,
@@ -487,13 +488,18 @@ def key_hash(record: Record) -> str:
     return hashlib.sha256(key_of(record).encode()).hexdigest()[:12]
 
 
-def judge_runs(file: Path, rule_file: Path | None = None) -> str:
+def judge_runs(file: Path, rule_file: Path | None = None, ship: bool = False) -> str:
     """Tests a finished rule (None: deepnmt's own) on runs at their end that it was not fitted on; draws a picture of
     its reliability next to the file.
 
+    Args:
+        ship: also notes in deepnmt's own rule how right it was, for the doctor's page.
+
     Raises:
-        UserError: there are no such runs, or the rule is missing.
+        UserError: there are no such runs, or the rule is missing or another than that to be noted in.
     """
+    if ship and rule_file is not None:
+        raise UserError(f"--ship notes what deepnmt's own rule was right on, but --rule is {rule_file}; leave one out")
     rule = VerdictRule.load(rule_file or SHIPPED)
     fitted = set(rule.facts.get("fitted_on", []))
     records = [record for record in read_text_runs(file) if key_hash(record) not in fitted]
@@ -508,7 +514,13 @@ def judge_runs(file: Path, rule_file: Path | None = None) -> str:
     whole = tested(ends)
     plot_reliability([(max(said.values()), max(OUTCOMES, key=said.__getitem__) == came) for said, came in whole.pairs],
                      file.with_suffix(".png"), BINS)
-    lines = [str(report(whole)), markdown_table(whole.table())]
+    sure = Judged([(said, came) for said, came in whole.pairs if max(said.values()) >= SURE])
+    if ship:
+        replace(rule, facts={**rule.facts, "fresh": {
+            "runs": len(ends), "right": round(whole.accuracy, 4), "sure": len(sure.pairs),
+            "sure_right": round(sure.accuracy, 4)}}).save(SHIPPED)
+    lines = [str(report(whole)), f"where it is sure, from {SURE} on: {100 * sure.accuracy:.0f} % of {len(sure.pairs)}",
+             markdown_table(whole.table())]
     for kind in KINDS:
         for group in sorted({example.groups[kind] for example in ends}):
             own = [example for example in ends if example.groups[kind] == group]

@@ -142,7 +142,7 @@ def write_runs(file: Path, count: int, first: int = 0) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_fit_and_judge_files(tmp_path: Path, refused: Refused) -> None:
+def test_fit_and_judge_files(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     write_runs(tmp_path / "runs.jsonl", 48)
     text = fit_runs(tmp_path / "runs.jsonl", ship=False)
     assert text.startswith("48 runs, 48 measured outcomes, power ") and "held out by text: {'runs': 48" in text
@@ -152,6 +152,13 @@ def test_fit_and_judge_files(tmp_path: Path, refused: Refused) -> None:
     write_runs(tmp_path / "fresh.jsonl", 12, first=45)  # 3 of which are among those of the fit
     text = judge_runs(tmp_path / "fresh.jsonl", tmp_path / "verdict.json")
     assert text.startswith("{'runs': 9, 'right': 1.0") and (tmp_path / "fresh.png").stat().st_size > 5000
+    assert "where it is sure, from 0.8 on: 100 % of " in text
+    monkeypatch.setattr(verdict_text, "SHIPPED", tmp_path / "verdict.json")
+    judge_runs(tmp_path / "fresh.jsonl", ship=True)
+    fresh = VerdictRule.load(tmp_path / "verdict.json").facts["fresh"]
+    assert (fresh["runs"], fresh["right"], fresh["sure_right"]) == (9, 1.0, 1.0)
+    assert "--ship notes what deepnmt's own rule was right on, but --rule is " in refused(
+        "verdict-runs", "judge", tmp_path / "fresh.jsonl", "--ship", "--rule", tmp_path / "verdict.json")
     assert "has no runs that the rule was not fitted on" in refused(
         "verdict-runs", "judge", tmp_path / "runs.jsonl", "--rule", tmp_path / "verdict.json")
     write_runs(tmp_path / "few.jsonl", 9)
@@ -248,9 +255,9 @@ def test_runs_with_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("run runs.jsonl --texts bible", "unknown text 'bible'; known: multi30k"),
     ("run runs.jsonl --blocks new_ln", "model.encoder.block"),
     ("run runs.jsonl --share 2 2", "--share is 2 2, must be two numbers, the first from 0 and below the second"),
-    ("judge none.jsonl --ship", "--ship has no effect here because it belongs to verdict-runs fit; remove it"),
+    ("learn none.jsonl --ship", "--ship has no effect here because it belongs to verdict-runs fit or judge; remove it"),
     ("fit none.jsonl --rule a", "--rule has no effect here because it belongs to verdict-runs judge; remove it"),
-    ("judge none.jsonl --count 3", "--count has no effect here because it belongs to verdict-runs run; remove it"),
+    ("judge none.jsonl --count 3", "--count has no effect here because it belongs to verdict-runs run or propose; remove"),
     ("propose runs.jsonl", "verdict-runs propose needs other runs; give their file with --of, for example"),
     ("fit notes.md", "notes.md, line 1, is not a run of the verdict's runs, which has marks, recipe, text, trial"),
 ])

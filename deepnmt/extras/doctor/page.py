@@ -12,7 +12,7 @@ from typing import Any
 
 from deepnmt.extras.doctor import plots
 from deepnmt.extras.doctor.outcome import OUTCOMES, WORDS
-from deepnmt.extras.doctor.verdict import expected_rank
+from deepnmt.extras.doctor.verdict import SURE, expected_rank
 from deepnmt.model.blocks import SIDES
 from deepnmt.pages import folded, page, picture
 
@@ -239,6 +239,11 @@ def _background(verdict: Mapping[str, Any]) -> list[str]:
     """How far to trust the verdict, and all that was rated; folded."""
     rule = verdict["rule"]
     trust: list[str] = []
+    if "fresh" in rule:
+        fresh = rule["fresh"]
+        trust.append(f"On {fresh['runs']} runs that were made after it, it was right on {100 * fresh['right']:.0f} %, "
+                     f"and on {100 * fresh['sure_right']:.0f} % of the {fresh['sure']} where it gave an outcome "
+                     f"{SURE:g} or more.")
     if {"held_out", "outcomes"} <= rule.keys():
         right, ends = rule["held_out"].values(), rule["outcomes"].values()
         trust.append(f"It is a rule that was fitted on {rule['runs']} runs of small models. On other texts, depths "

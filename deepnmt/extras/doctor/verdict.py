@@ -45,6 +45,7 @@ _LEAST_DROP, _MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies out
 _LEAST_GAIN, _MOST_GAIN = 1e-4, 3.0  # nats; what lies outside counts as these
 _NO_GAIN = 1.25e-4  # nats; a smaller gain is none
 _FLOOR = 0.02  # no outcome is given a smaller probability
+SURE = 0.8  # a probability from which on a rule is sure of what it says
 _NOT_MEASURED = -1.0  # for a figure of the source that a trial lacks: those of the oldest runs
 _FORMAT, _VERSION = "deepnmt-verdict", 6
 

@@ -157,7 +157,8 @@ def test_the_page_begins_with_the_answer_and_what_to_change(prepared: Path, tmp_
     """A verdict that depends on the rate: at a tenth of it the rule expects the model to translate."""
     tree = [Node([0.5, 0.0, 0.5], "rate", -2.9, 1, 2), Node([0.0, 0.0, 1.0]), Node([1.0, 0.0, 0.0])]
     rule = VerdictRule([tree], 1.0, {"rate": [-9.0, 0.0], "updates": [0.0, 2.0]}, {
-        "runs": 9, "held_out": {"text": 0.8, "block": 0.9}, "outcomes": {"stuck": 4, "target only": 5}})
+        "runs": 9, "held_out": {"text": 0.8, "block": 0.9}, "outcomes": {"stuck": 4, "target only": 5},
+        "fresh": {"runs": 120, "right": 0.742, "sure": 64, "sure_right": 0.922}})
     rule.save(tmp_path / "rule.json")
     words = [str(prepared / "recipe.yaml"), f"run={tmp_path}", "train.updates=40", ONE, "--tokens", "60", "--rule",
              str(tmp_path / "rule.json")]
@@ -169,6 +170,7 @@ def test_the_page_begins_with_the_answer_and_what_to_change(prepared: Path, tmp_
     assert [*verdict["best"]] == ["optimizer.lr=0.0005"]
     assert [point["update"] for point in verdict["trial"]["source"]] == [0, 10, 20, 30, 40]
     assert all(0 <= point["encoder_common"] <= 1 for point in verdict["best"]["optimizer.lr=0.0005"]["source"])
+    assert "it was right on 74 %, and on 92 % of the 64 where it gave an outcome 0.8 or more." in folded
     assert "right on 80 to 90 %. Always saying the commonest outcome is right on 56 %." in folded
     assert "log peak" not in shown and "peak learning rate of 0.005" in folded
     assert "train.updates=120" not in page, "longer than any run that the rule was fitted on"
