@@ -257,7 +257,7 @@ def test_runs_with_another_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("run runs.jsonl --share 2 2", "--share is 2 2, must be two numbers, the first from 0 and below the second"),
     ("learn none.jsonl --ship", "--ship has no effect here because it belongs to verdict-runs fit or judge; remove it"),
     ("fit none.jsonl --rule a", "--rule has no effect here because it belongs to verdict-runs judge; remove it"),
-    ("judge none.jsonl --count 3", "--count has no effect here because it belongs to verdict-runs run or propose; remove"),
+    ("judge none.jsonl --count 3", "--count has no effect here because it belongs to verdict-runs run or propose"),
     ("propose runs.jsonl", "verdict-runs propose needs other runs; give their file with --of, for example"),
     ("fit notes.md", "notes.md, line 1, is not a run of the verdict's runs, which has marks, recipe, text, trial"),
 ])
