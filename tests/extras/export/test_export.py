@@ -401,10 +401,12 @@ def test_an_export_is_replaced_only_by_a_complete_one(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_own_export_is_imported_whole_or_not_at_all(run: Path, tmp_path: Path, refused: Refused) -> None:
+def test_an_own_export_is_imported_whole_or_not_at_all(
+        run: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     target("huggingface")
     folder = tmp_path / "out"
     assert main("export", [str(run), "--to", "huggingface", "--lines", "2", "--output", str(folder)]) == 0
+    assert "Loading" not in capsys.readouterr().err  # a progress bar of transformers
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-5] ^= 64
     (folder / "model.safetensors").write_bytes(content)
