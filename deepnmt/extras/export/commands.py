@@ -45,6 +45,8 @@ def export(words: list[str]) -> None:
     args, recipe = parse(parser, words)
     settable(args, ["run", "parallel.threads"], "a trained model is exported as it is")
     positive(args, "lines")
+    if not args.licence.strip():
+        raise UserError("--licence is empty, must be a name such as cc-by-4.0; leave it out if the licence is unknown")
     checkpoint = checkpoint_of(args.checkpoint, recipe)
     if EXPORTERS[args.to].checkpoint or EXPORTERS[args.to].encoder:
         for name in ("precision", "text", "lines", "licence"):

@@ -422,6 +422,7 @@ def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> No
     assert "thesis exists and is no exported model" in refused(*export, tmp_path / "thesis")
     assert "--text is 'a', must be SRC,REF" in refused(*export, tmp_path / "x", "--text", "a")
     assert "--lines is 0, must be 1 or more" in refused(*export, tmp_path / "x", "--lines", 0)
+    assert "--licence is empty, must be a name such as" in refused(*export, tmp_path / "x", "--licence", "")
     assert "--lines has no effect with --to post_ln" in refused("export", run, "--to", "post_ln", "--lines", 5)
     assert "model.width=8 has no effect here because a trained model is exported" in refused(
         *export, tmp_path / "x", "model.width=8")
