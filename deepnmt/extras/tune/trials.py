@@ -170,7 +170,8 @@ def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
     """Trains a trial to its end and returns its figures."""
     figures: dict[str, Any] = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None,
                                "collapsed": False}
-    with open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(file):
+    with reporting(str(log), AGAIN), open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(
+            file):
         try:
             run_training(recipe)
         except Diverged:

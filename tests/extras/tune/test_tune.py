@@ -282,6 +282,9 @@ def test_a_damaged_summary_and_a_full_disk(
     (recipe_file.parent / "run/tune/tune.json").write_text("{")
     with small_disk(9):
         assert "trials.jsonl cannot be written: File too large; free" in refused("tune", recipe_file)
+    monkeypatch.undo()
+    (recipe_file.parent / "run/tune/training.log").mkdir()
+    assert "training.log cannot be written: Is a directory; free disk" in refused("tune", recipe_file)
 
 
 @pytest.mark.parametrize(("origin", "name"), [("runs/my.v1", "my.v1"), ("at/my.v1.yaml", "my.v1"), ("demo/a", "a")])
