@@ -134,8 +134,9 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"train__init_from": "runs/a", "admin__profile": "omega.json"},
      ["admin.profile (omega.json) has no effect with train.init_from (runs/a), which has trained ω; remove one of "
       "them"]),
-    ({"optimizer__lr_factors": {"decoder": 0.0}, "vocab__model": 3},
-     ["vocab.model: is 3, must be a valid string", "optimizer.lr_factors.decoder: is 0.0, must be greater than 0"]),
+    ({"optimizer__lr_factors": {"decoder": 1e-320}, "vocab__model": 3},  # 1 / 1e-320 overflows
+     ["vocab.model: is 3, must be a valid string",
+      "optimizer.lr_factors.decoder: is 1e-320, must be greater than or equal to 0.000000001"]),
     ({"vocab__kind": 3, "vocab__character_coverage": 0.95},
      ["vocab.kind: is 3, must be one of ...",
       "vocab.character_coverage: is 0.95, must be greater than or equal to 0.98"]),
