@@ -246,6 +246,8 @@ def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequ
             ending = f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp"
             texts[ending] = translations[number]
             hypotheses.append(f"{stem}.{ending}")
+        for old in folder.glob(f"{stem.name}.ref[0-9]"):  # of an earlier text with more references
+            old.unlink()
         for ending, lines in texts.items():
             write_text(Path(f"{stem}.{ending}"), "".join(f"{line}\n" for line in lines))
         commands.append(shlex.join(["comet-score", "-s", f"{stem}.src", "-t", *hypotheses, "-r", f"{stem}.ref"]))

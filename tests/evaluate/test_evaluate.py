@@ -439,7 +439,10 @@ def test_existing_translations_are_scored_and_compared(recipe: config.Recipe, tm
     assert one["bleu_signature"] == SIGNATURES["bleu"] and one["chrf_signature"] == SIGNATURES["chrf"]
     assert one["sets"]["first"]["sentences"] == 3
 
+    (tmp_path / "two").mkdir()
+    old = _write(tmp_path / "two" / "first.ref2", TARGETS)  # of an earlier text
     table = evaluate_run(recipe, ["first"], [f"bad={bad}", f"good={good}"], output=tmp_path / "two.json")
+    assert not Path(old).exists() and (tmp_path / "two" / "first.ref").is_file()
     two = json.loads((tmp_path / "two.json").read_text())
     assert list(two["systems"]) == ["bad", "good"] and two["systems"]["good"]["bleu"] == pytest.approx(100)
     assert [c["metric"] for c in two["comparisons"]] == ["bleu", "chrf", "ter"]
