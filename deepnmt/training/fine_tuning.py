@@ -145,7 +145,7 @@ def _origin(name: str, grown: Mapping[str, tuple[int, int]], how: str | None) ->
 
 def check_parts(recipe: Recipe, build: Callable[[Recipe], nn.Module] | None = None) -> None:
     """Raises `UserError` if a part that `train.freeze` or `optimizer.lr_factors` names is not in the recipe's model, a
-    part with a factor is frozen, or nothing is left to train. `build`: builds a task's model; None: that of translation."""
+    part with a factor is frozen, or nothing is left to train. `build`: builds a task's model; None: of translation."""
     settings = {"train.freeze": recipe.train.freeze, "optimizer.lr_factors": list(recipe.optimizer.lr_factors)}
     if not any(settings.values()):
         return
