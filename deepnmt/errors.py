@@ -49,7 +49,7 @@ def error_from_json(content: str | bytes) -> UserError:
 
 
 @contextmanager
-def enough_memory(remedy: str) -> Iterator[None]:
+def enough_memory(remedy: str = "end other programs, or use a machine with more") -> Iterator[None]:
     """Turns what Python, a CPU or a GPU says of too little memory into a `UserError` that names the remedy."""
     try:
         yield

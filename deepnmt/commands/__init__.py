@@ -9,6 +9,7 @@ command calls is imported once its arguments have been checked.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -76,6 +77,12 @@ def _of_task(
         if task in task_lines() and task not in commands and other is None:
             raise UserError(f"{name} is a command of task: {either(list(commands))}, but the recipe has task: {task}; "
                             "see deepnmt --help for others")
+        if not task and {"-h", "--help"} & {*words}:
+            for task in ("", *claims):
+                print(f"\nwith task: {task}\n" if task else "", end="")
+                with suppress(SystemExit):  # argparse ends the program after its help
+                    commands.get(task, default)(words)
+            sys.exit(0)
         return commands.get(task, default)(words)
 
     run.__doc__ = default.__doc__

@@ -266,6 +266,9 @@ class TrainText(_Corpora):
             yield from _faults_of_cleaning(corpus, corpus.cleaning.beside(self.cleaning), f"corpora.{name}.cleaning")
         if not self.corpora:
             yield from _faults_of_cleaning(self, self.cleaning, "cleaning")
+        if len(self.corpora) < 2 and self.temperature != 1.0:
+            yield Fault(("temperature",), f"temperature ({self.temperature:g}) has no effect with a single corpus; "
+                        "remove it")
 
     @model_validator(mode="after")
     def _clean_in_common(self) -> TrainText:
@@ -773,7 +776,7 @@ class Optimizer(Section):
     does (with radam and radamw only)."""
     lr: Positive = 5e-4
     """Peak learning rate."""
-    lr_factors: Annotated[dict[Part, Positive], Fact.SEEN] = Field(default_factory=dict)
+    lr_factors: Annotated[dict[Part, Annotated[float, Field(ge=1e-9)]], Fact.SEEN] = Field(default_factory=dict)
     """Factors of the learning rate for parts of the model, as in `{decoder: 0.1, embeddings: 0.01}`. A part is a name
     of parameters or its beginning (`encoder`, `decoder.layers.0`), with `*` for anything (`*.cross_attn`). Where
     several match, the last counts."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deepnmt.config import Corpus
 from deepnmt.data.text import Pair, input_files, read_pairs, write_pairs
@@ -48,8 +49,8 @@ def split_corpus(
         valid, test: how many of every 1,000 target sentences.
 
     Raises:
-        UserError: see `read_pairs`; a share is out of range; the suffixes are the same; a text would be empty, or
-            overwrite a file of the corpus.
+        UserError: see `read_pairs`; a share is out of range; the suffixes are the same; a text would be empty, or a
+            file of its name is there. No file is written.
         OSError: the folder cannot be written.
     """
     if valid < 1 or test < 1 or valid + test >= 1000:
@@ -59,12 +60,9 @@ def split_corpus(
         raise UserError(f"--langs is {langs[0]!r} {langs[1]!r}, must be two different file suffixes without a /, "
                         "for example de en")
     files = input_files(corpus)
-    # they are read while the texts are written, so none of them may be overwritten
-    for name in ("train", "valid", "test"):
-        for lang, file in itertools.product(langs, files):
-            with suppress(OSError):  # one of the two does not exist
-                if file.samefile(folder / f"{name}.{lang}"):
-                    raise UserError(f"{file} would be overwritten by {name}.{lang} in {folder}; name another folder")
+    for name, lang in itertools.product(("train", "valid", "test"), langs):
+        if os.path.lexists(file := folder / f"{name}.{lang}"):  # it may be the corpus itself
+            raise UserError(f"{file} exists already; name another folder, or move it away")
 
     first: dict[str, dict[str, Pair]] = {"valid": {}, "test": {}}  # one pair a target sentence
     sources: dict[str, set[str]] = {"valid": set(), "test": set()}
@@ -88,11 +86,14 @@ def split_corpus(
 
     folder.mkdir(parents=True, exist_ok=True)
     counts = {}
-    for name, pairs in (("train", of_training()), *texts.items()):
-        counts[name] = write_pairs([folder / f"{name}.{lang}" for lang in langs], pairs)
-    if not counts["train"]:
-        raise UserError(f"{files[0]} has no pair left to train on if {valid} + {test} of 1,000 sentences are held out; "
-                        "give smaller shares")
+    with TemporaryDirectory(prefix=".tmp-", dir=folder) as temporary:
+        for name, pairs in (("train", of_training()), *texts.items()):
+            counts[name] = write_pairs([Path(temporary) / f"{name}.{lang}" for lang in langs], pairs)
+        if not counts["train"]:
+            raise UserError(f"{files[0]} has no pair left to train on if {valid} + {test} of 1,000 sentences are held "
+                            "out; give smaller shares")
+        for file in Path(temporary).iterdir():
+            file.rename(folder / file.name)
     return counts
 
 

@@ -132,6 +132,8 @@ def _sentence(line: bytes, number: int, name: str) -> str:
     if number == 1:
         for begin, (what, way) in BINARY.items():
             if line.startswith(begin):
+                if what.startswith("compressed") and name.endswith(COMPRESSED):
+                    way = "unpack it once, since it is packed twice"
                 raise UserError(f"{name} is {what} and no text; {way}")
     if len(line) > LONGEST_LINE:
         raise UserError(f"{name}, line {number}: longer than {LONGEST_LINE >> 20} MiB, so it is no sentence; give a "

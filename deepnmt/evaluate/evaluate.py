@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from deepnmt.evaluate.metrics import (
     score_systems,
     steps_of_scoring,
 )
-from deepnmt.files import as_json, atomic_write, make_parent_folder, write_json, write_text
+from deepnmt.files import as_json, atomic_write, make_parent_folder, reporting, write_text
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 
@@ -123,10 +124,8 @@ def evaluate_run(
         _write_scores(file, report, facts, output is not None)
     commands = None
     if is_plain:
-        try:
+        with reporting(str(texts_folder(file)), "give another file"):
             commands = _keep_texts(texts_folder(file), systems, sets)
-        except OSError as error:
-            raise _unwritable(file, error) from None
     lower = [name for name in outer if recipe.metrics[name].lower_is_better]
     report = replace(report, lower=frozenset(lower))
     for metric in outer:  # one after the other, so that a fault in a program costs none of the other scores
@@ -159,20 +158,28 @@ def _require_languages(other: Recipe, recipe: Recipe) -> None:
 
 
 def _write_scores(file: Path, report: Report, facts: Mapping[str, Any], given: bool) -> None:
-    """Writes scores into a file of the run, or one that was `given`. Raises `UserError`."""
-    try:
+    """Writes scores into a file of the run, or one that was `given`. A file that has them and others keeps those.
+    Raises `UserError`."""
+    text = as_json({**report.as_json(), **facts}, indent=1)
+    with suppress(OSError, ValueError):  # there are none yet, or what is there is not deepnmt's
+        if file.is_file() and _holds(json.loads(earlier := file.read_text(encoding="utf-8")), json.loads(text)):
+            text = earlier
+    with reporting(str(file), "give another file"):
         file.parent.mkdir(parents=True, exist_ok=True)
         if given:
             with atomic_write(file) as stream:
-                stream.write(as_json({**report.as_json(), **facts}, indent=1))
+                stream.write(text)
         else:
-            write_json(file, {**report.as_json(), **facts}, indent=1)
-    except OSError as error:
-        raise _unwritable(file, error) from None
+            write_text(file, text)
 
 
-def _unwritable(file: Path, error: OSError) -> UserError:
-    return UserError(f"scores cannot be written to {file}: {error.strerror or error}; give another file")
+def _holds(earlier: Any, content: Any) -> bool:
+    """Whether earlier JSON says all that this says: the same translations have been scored by further metrics."""
+    if isinstance(content, dict):
+        return isinstance(earlier, dict) and all(_holds(earlier.get(key), value) for key, value in content.items())
+    if isinstance(content, list):
+        return isinstance(earlier, list) and all(item in earlier for item in content)
+    return bool(earlier == content)
 
 
 def system_names(runs: Sequence[str]) -> list[str]:
@@ -239,6 +246,8 @@ def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequ
             ending = f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp"
             texts[ending] = translations[number]
             hypotheses.append(f"{stem}.{ending}")
+        for old in folder.glob(f"{stem.name}.ref[0-9]"):  # of an earlier text with more references
+            old.unlink()
         for ending, lines in texts.items():
             write_text(Path(f"{stem}.{ending}"), "".join(f"{line}\n" for line in lines))
         commands.append(shlex.join(["comet-score", "-s", f"{stem}.src", "-t", *hypotheses, "-r", f"{stem}.ref"]))

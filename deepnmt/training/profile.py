@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from deepnmt.batch import Batch
+from deepnmt.checkpoint.checkpoint import list_checkpoints
 from deepnmt.config import Recipe
 from deepnmt.config.choices import BLOCKS
 from deepnmt.config.fields import either
@@ -31,7 +32,7 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
 
     Raises:
         UserError: neither stack is Admin, the recipe already names a file with ω, there is no prepared data, or the
-            run folder cannot be written to.
+            run folder cannot be written to or has checkpoints.
     """
     if recipe.task != type(recipe).default("task"):
         raise UserError(f"the recipe has task: {recipe.task}, whose ω are measured when a run begins; train without a "
@@ -50,12 +51,19 @@ def profile(recipe: Recipe, ranks: Ranks) -> Path:
     data = ranks.raise_everywhere(partial(open_prepared, recipe))
     ranks.raise_everywhere(lambda: data.verify() if ranks.local_rank == 0 else None)
     agree_on_contents(recipe, None, data.fingerprint, {}, ranks)
-    ranks.raise_everywhere(lambda: make_run_folder(Path(recipe.run)) if ranks.first else None)
+    ranks.raise_everywhere(lambda: _make_folder(Path(recipe.run)) if ranks.first else None)
     measured = profile_for(recipe, data, ranks)
     if measured and ranks.first:
         save_profile(measured, Path(recipe.run))
         print(table(measured), flush=True)
     return Path(recipe.run) / "admin_profile.json"
+
+
+def _make_folder(run: Path) -> None:
+    if list_checkpoints(run / "checkpoints"):
+        raise UserError(f"{run} has begun with the ω of its admin_profile.json, which would be overwritten; give "
+                        "another folder with run=FOLDER")
+    make_run_folder(run)
 
 
 def save_profile(profile: AdminProfile, run: Path) -> None:

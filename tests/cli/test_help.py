@@ -58,7 +58,7 @@ def examples(command: str, capsys: pytest.CaptureFixture[str]) -> list[list[str]
         run(command, ["--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0 and f"usage: {typed} {command}" in text
-    return [shlex.split(line) for line in text.partition("examples:\n")[2].splitlines()]
+    return [shlex.split(line) for line in text.partition("examples:\n")[2].split("\n\n")[0].splitlines()]
 
 
 def after_the_program(example: list[str], command: str) -> list[str]:
@@ -234,6 +234,14 @@ def test_the_setting_that_help_names_has_an_effect(
     named = re.search(r"to change, for example ((?:\S+=\S+ )+)", " ".join(capsys.readouterr().out.split()))
     assert named and main(command, ["runs/my", *named[1].split()]) == 2
     assert "has no effect" not in capsys.readouterr().err
+
+
+def test_help_has_what_a_task_offers_by_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, words in (("new", ("--tsv FILE", "--text FILE")), ("import", ("Marian", "Llama"))):
+        with pytest.raises(SystemExit):
+            main(command, ["--help"])
+        text = capsys.readouterr().out
+        assert all(word in text for word in words) and text.count("examples:") == 2
 
 
 def test_help_lists_every_command_in_groups(capsys: pytest.CaptureFixture[str]) -> None:

@@ -355,6 +355,9 @@ def test_profile_of_another_model(prepared: Path, trained: Path, refused: Refuse
     assert "only admin is profiled" in refused("profile", recipe, here, *blocks)
     found = refused("profile", recipe, here, f"admin.profile={trained}/admin_profile.json")
     assert f"admin.profile is {trained}/admin_profile.json, which training reads instead of measuring" in found
+    before = contents(trained)
+    assert f"{trained} has begun with the ω of its admin_profile.json" in refused("profile", trained, "seed=8")
+    assert contents(trained) == before
 
 
 def test_comparing_and_timing(prepared: Path, trained: Path, refused: Refused, tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"train__init_from": "runs/a", "admin__profile": "omega.json"},
      ["admin.profile (omega.json) has no effect with train.init_from (runs/a), which has trained ω; remove one of "
       "them"]),
-    ({"optimizer__lr_factors": {"decoder": 0.0}, "vocab__model": 3},
-     ["vocab.model: is 3, must be a valid string", "optimizer.lr_factors.decoder: is 0.0, must be greater than 0"]),
+    ({"optimizer__lr_factors": {"decoder": 1e-320}, "vocab__model": 3},  # 1 / 1e-320 overflows
+     ["vocab.model: is 3, must be a valid string",
+      "optimizer.lr_factors.decoder: is 1e-320, must be greater than or equal to 0.000000001"]),
     ({"vocab__kind": 3, "vocab__character_coverage": 0.95},
      ["vocab.kind: is 3, must be one of ...",
       "vocab.character_coverage: is 0.95, must be greater than or equal to 0.98"]),
@@ -336,6 +337,8 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "data: stages.0 has no end, but another stage comes after it; give it an until, such as {epochs: 2}, {updates: "
       "10000} or {patience: 5}",
       "data: stages.1.mix: data.train has no corpus 'news'; it has one without a name, which needs no stages"]),
+    ({"data__train": {"a": STAGED["a"], "temperature": 5.0}},
+     ["data.train: temperature (5) has no effect with a single corpus; remove it"]),
     ({"data__train": STAGED, "data__stages": [{"mix": {"a": 0.0}}]},
      ["data.stages.0.mix.a: is 0.0, must be greater than 0"]),
     ({"data__train": STAGED, "data__stages": [{"mix": {}}]},

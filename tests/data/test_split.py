@@ -70,6 +70,7 @@ def test_nothing_left_to_train_on(tmp_path: Path) -> None:
     tsv.write_text("".join(f"source {number} a\ttarget {number} b\n" for number in range(40)))
     with user_error(r"all\.tsv has no pair left to train on if 499 \+ 500 of 1,000 sent"):
         split_tsv(tsv, tmp_path, (1, 2), ("en", "de"), 499, 500)
+    assert list(tmp_path.iterdir()) == [tsv]
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -88,10 +89,12 @@ def test_the_two_sides_must_differ(
     assert message in capsys.readouterr().err and not (tmp_path / "text").exists()
 
 
-def test_the_corpus_is_not_overwritten_by_a_text_of_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("corpus", ["pairs.tsv.gz", "train.de"])
+def test_what_is_there_is_not_overwritten(tmp_path: Path, corpus: str) -> None:
+    """Neither another text nor the corpus itself."""
     _corpus(tmp_path / "pairs.tsv.gz", 2000)
     kept = gzip.decompress((tmp_path / "pairs.tsv.gz").read_bytes())
     (tmp_path / "train.de").write_bytes(kept)
-    with user_error(r"train\.de would be overwritten by train\.de in .*; name another folder"):
-        split_tsv(tmp_path / "train.de", tmp_path, (2, 1), ("de", "en"), valid=50, test=100)
-    assert (tmp_path / "train.de").read_bytes() == kept and not (tmp_path / "train.en").exists()
+    with user_error(r"train\.de exists already; name another folder"):
+        split_tsv(tmp_path / corpus, tmp_path, (2, 1), ("de", "en"), valid=50, test=100)
+    assert (tmp_path / "train.de").read_bytes() == kept and len(list(tmp_path.iterdir())) == 2

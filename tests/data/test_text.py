@@ -131,7 +131,7 @@ def test_a_line_without_end_is_no_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("begin", "said"), [
     (b"PAR1\x15\x04\x15 a text", "a Parquet file and no text; write its columns as text"),
     (b"ARROW1\0\0", "an Arrow file"), (b"PK\x03\x04 a", "a ZIP archive and no text; unpack it"),
-    (gzip.compress(b"a dog\n"), "compressed by gzip and no text; let its name end in .gz"),
+    (gzip.compress(b"a dog\n"), "compressed by gzip and no text; "),
     (lzma.compress(b"a dog\n"), "compressed by xz"), (bz2.compress(b"a dog\n"), "compressed by bzip2"),
     (b"\x28\xb5\x2f\xfd", "compressed by zstd"), (b"SQLite format 3\0", "an SQLite database"), (b"%PDF-1.7\n", "a PDF"),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -143,5 +143,9 @@ def test_files_that_are_no_text(begin: bytes, said: str, tmp_path: Path) -> None
     for file in (plain, packed):
         with user_error(f"{file} is {said}"):
             list(read_lines(file))
+        way = "unpack it once, since it is packed twice" if file == packed else "let its name end in"
+        if said.startswith("compressed"):
+            with user_error(way):
+                list(read_lines(file))
     plain.write_text("PAR1 ist ein Gen\nPK\n", encoding="utf-8")
     assert list(read_lines(plain)) == ["PAR1 ist ein Gen", "PK"]

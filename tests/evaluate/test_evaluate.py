@@ -29,7 +29,7 @@ from deepnmt.config.choices import metrics_called
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.evaluate.evaluate import evaluate_run, load_test_sets, read_systems, scores_file, system_names
-from deepnmt.evaluate.metrics import EvaluationSet, compare, make_scorers, score_lines, score_systems
+from deepnmt.evaluate.metrics import USUAL, EvaluationSet, compare, make_scorers, score_lines, score_systems
 from deepnmt.evaluate.significance import difference, score_of, sentence_statistics
 from deepnmt.model.transformer import Transformer
 
@@ -364,7 +364,7 @@ def test_other_scores_do_not_overwrite_the_runs_own(
     run, checkpoint = Path(recipe.run), tiny_run.write(recipe, 10)
     recipe = recipe.model_copy(update={"translate": config.Translate(beam=1, max_ratio=1.0, max_extra=3)})
     (run / "recipe.yaml").write_text(config.dump_recipe(recipe), encoding="utf-8")
-    evaluate_run(recipe)
+    evaluate_run(recipe, metrics=[*USUAL, "wer"])
     own = (run / "scores.json").read_bytes()
     assert capsys.readouterr().err.splitlines()[:1] == [f"scoring the model of {checkpoint}"]
     good = _write(tmp_path / "good.de", TARGETS)
@@ -373,12 +373,17 @@ def test_other_scores_do_not_overwrite_the_runs_own(
     evaluate_run(recipe, checkpoints=[checkpoint])
     evaluate_run(recipe, metrics=["wer", "chrf++"])
     evaluate_run(config.load_recipe(run, ["translate.max_extra=2"]))
+    evaluate_run(recipe)
     evaluate_run(recipe, ["first"], [f"a={good}", f"b={good}"])
     assert f"scores are in {run}/scores-a-b-first.json" in capsys.readouterr().err
     assert {file.name for file in run.glob("*.json*")} == {
         "scores.json", "scores-first-mine_1_814f71.json", "scores-update-00000010.json", "scores-max_extra_2.json",
         "scores-a-b-first.json", "scores-wer-chrf_.json"}
     assert (run / "scores.json").read_bytes() == own
+    for line in (b'"update": ', b'"chrf": '):  # of another model, or of other translations
+        (run / "scores.json").write_bytes(own.replace(line, line + b"1", 1))
+        evaluate_run(recipe)
+        assert b'"wer"' not in (run / "scores.json").read_bytes()
 
 
 def test_names_of_other_scores(recipe: config.Recipe, tmp_path: Path) -> None:
@@ -434,7 +439,10 @@ def test_existing_translations_are_scored_and_compared(recipe: config.Recipe, tm
     assert one["bleu_signature"] == SIGNATURES["bleu"] and one["chrf_signature"] == SIGNATURES["chrf"]
     assert one["sets"]["first"]["sentences"] == 3
 
+    (tmp_path / "two").mkdir()
+    old = _write(tmp_path / "two" / "first.ref2", TARGETS)  # of an earlier text
     table = evaluate_run(recipe, ["first"], [f"bad={bad}", f"good={good}"], output=tmp_path / "two.json")
+    assert not Path(old).exists() and (tmp_path / "two" / "first.ref").is_file()
     two = json.loads((tmp_path / "two.json").read_text())
     assert list(two["systems"]) == ["bad", "good"] and two["systems"]["good"]["bleu"] == pytest.approx(100)
     assert [c["metric"] for c in two["comparisons"]] == ["bleu", "chrf", "ter"]

@@ -179,15 +179,15 @@ def diagnose(
     if checkpoint is None:
         check_parts(recipe)
     clock = Clock(seconds)
-    clock.show("the first batch and the initial weights" if checkpoint is None else "the weights")
     data = open_prepared(recipe, texts=checkpoint is None)
-    data.verify()
     if len(data.split("valid")) < 2:
         raise UserError(f"the validation text in {recipe.data.folder} has only one sentence, but diagnose measures "
                         "what a source is worth beside another sentence's; name a longer text as data.valid, and "
                         "prepare it")
     if output is not None:
         make_run_folder(output, "--output")
+    clock.show("the first batch and the initial weights" if checkpoint is None else "the weights")
+    data.verify()
     batch = first_batch(recipe, data, tokens, device)
     subject = subject_of(recipe, data, batch, checkpoint)
     if output is None:

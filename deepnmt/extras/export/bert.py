@@ -196,6 +196,7 @@ def _compare(ours: Any, folder: Path, vocab: int) -> tuple[float, float]:
     largest logit."""
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()  # beside deepnmt's own lines
     theirs = transformers.BertForMaskedLM.from_pretrained(folder, dtype=torch.float64).eval()
     generator = torch.Generator().manual_seed(1)
     rows, length = _SAMPLE[0], min(_SAMPLE[1], ours.encoder.input.positions.num_embeddings)

@@ -7,10 +7,11 @@ from pathlib import Path
 from deepnmt.arguments import parse, plain_parser, positive, recipe_parser, settable
 from deepnmt.commands import EXAMINE, Command
 from deepnmt.commands.options import add_checkpoint, checkpoint_of, processes_of
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, enough_memory
 from deepnmt.extras.export.targets import EXPORTERS
 
 
+@enough_memory()
 def export(words: list[str]) -> None:
     """Write a trained model for CTranslate2, Hugging Face or ONNX, and prove it."""
     parser = recipe_parser(
@@ -45,6 +46,8 @@ def export(words: list[str]) -> None:
     args, recipe = parse(parser, words)
     settable(args, ["run", "parallel.threads"], "a trained model is exported as it is")
     positive(args, "lines")
+    if not args.licence.strip():
+        raise UserError("--licence is empty, must be a name such as cc-by-4.0; leave it out if the licence is unknown")
     checkpoint = checkpoint_of(args.checkpoint, recipe)
     if EXPORTERS[args.to].checkpoint or EXPORTERS[args.to].encoder:
         for name in ("precision", "text", "lines", "licence"):
@@ -67,6 +70,7 @@ def export(words: list[str]) -> None:
                          lines=args.lines, licence=args.licence))
 
 
+@enough_memory()
 def import_model(words: list[str]) -> None:
     """Import a model of Marian (OPUS-MT) or fairseq, or BERT, into a run."""
     parser = plain_parser(
@@ -89,6 +93,7 @@ def import_model(words: list[str]) -> None:
     print(import_run(args.folder, args.run, args.langs))
 
 
+@enough_memory()
 def fold(words: list[str]) -> None:
     """Write a trained Admin or DeepNorm model as plain Post-LN."""
     parser = recipe_parser(

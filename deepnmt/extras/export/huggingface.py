@@ -25,6 +25,7 @@ from deepnmt.model.blocks import SIDES
 from deepnmt.tokens import BOS, EOS, PAD
 
 POSITIONS = 1024  # at least
+transformers.utils.logging.disable_progress_bar()  # beside deepnmt's own lines
 _CLASSES = {"post_ln": ("marian", "MarianMTModel"), "pre_ln": ("pegasus", "PegasusForConditionalGeneration")}
 
 

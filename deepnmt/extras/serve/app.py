@@ -232,5 +232,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if status == 404:
         message = f"there is no {path}; POST to /translate, or GET /, /health or /metrics"
     if status == 405:
-        message = f"{path} is for {headers.get('Allow', 'other methods')}, not for {request.method}"
+        allowed = sorted(headers.get("Allow", "other methods").split(", "))  # Starlette's are in no order
+        message = f"{path} is for {', '.join(allowed)}, not for {request.method}"
     return JSONResponse({"error": message}, status, {**HEADERS, **headers})

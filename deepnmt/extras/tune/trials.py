@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deepnmt.api import read_recipe, run_training
+from deepnmt.checkpoint.checkpoint import load_state, newest_checkpoint
 from deepnmt.checkpoint.retention import RULES
 from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.extras.tune.plan import Budget, Point, Stages, settings_of, shortened, words
@@ -92,10 +93,12 @@ class Trials:
             print_status(f"{self._progress()}: {words(point)} ({model}, {updates:,} updates, seed {seed})")
             self._clear(f"trial-{key}")
             folder = self.folder / f"trial-{key}"
+            stopped = newest_checkpoint(folder / "checkpoints")  # Ctrl-C has left it
+            earlier = load_state(stopped).extra["seconds"] if stopped else 0.0
             begun = time.monotonic()
             figures = _train(read_recipe(recipe, {"run": str(folder)}), self.folder / "training.log")
             record = {"key": key, "stage": stage, "point": dict(point), "model": model, "updates": updates,
-                      "seed": seed, "cost": cost, **figures, "seconds": round(time.monotonic() - begun, 1)}
+                      "seed": seed, "cost": cost, **figures, "seconds": round(earlier + time.monotonic() - begun, 1)}
             with reporting(str(self.file), AGAIN), open(self.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             shutil.rmtree(folder, ignore_errors=True)
@@ -170,7 +173,8 @@ def _train(recipe: Recipe, log: Path) -> dict[str, Any]:
     """Trains a trial to its end and returns its figures."""
     figures: dict[str, Any] = {"diverged": True, "loss": None, "source_gain": None, "encoder_common": None,
                                "collapsed": False}
-    with open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(file):
+    with reporting(str(log), AGAIN), open(log, "w", encoding="utf-8") as file, redirect_stderr(file), redirect_stdout(
+            file):
         try:
             run_training(recipe)
         except Diverged:

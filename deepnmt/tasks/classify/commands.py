@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from deepnmt.arguments import numbers, parse, recipe_parser
+from deepnmt.arguments import numbers, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import add_checkpoint, checkpoint_of, processes_of
 from deepnmt.errors import UserError
@@ -27,9 +27,7 @@ def classify(words: list[str]) -> None:
         "Matthews' correlation")
     add_checkpoint(parser)
     args, recipe = parse(parser, words)
-    if args.overrides:
-        raise UserError(f"{args.overrides[0]} has no effect here because a trained classifier is used as it is; remove "
-                        "it")
+    settable(args, ["run", "parallel.device", "parallel.threads"], "a trained classifier is used as it is")
     from deepnmt.tasks.classify.predict import classify_file, require_classifier
 
     require_classifier(recipe)

@@ -22,7 +22,7 @@ from deepnmt.commands.options import (
 from deepnmt.config import Recipe
 from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS
 from deepnmt.config.fields import either
-from deepnmt.errors import UserError
+from deepnmt.errors import UserError, enough_memory
 
 
 def _require_pairs(recipe: Recipe, command: str, wanted: bool) -> None:
@@ -176,6 +176,7 @@ def sample(words: list[str]) -> None:
             print(*texts, sep="\n")
 
 
+@enough_memory()
 def export(words: list[str]) -> None:
     """Write a trained language model for Hugging Face transformers."""
     parser = recipe_parser(
@@ -199,6 +200,7 @@ def export(words: list[str]) -> None:
     print(export_model(loaded, Path(args.output or Path(recipe.run) / "huggingface")))
 
 
+@enough_memory()
 def import_model(words: list[str]) -> None:
     """Import a language model of Hugging Face's into a run."""
     parser = plain_parser(

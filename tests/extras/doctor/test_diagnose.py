@@ -504,6 +504,7 @@ def test_a_validation_text_of_one_sentence_is_rejected(prepared: Path, tmp_path:
         with (prepared / "text" / f"valid.{lang}").open(encoding="utf-8") as lines:
             file.write_text(next(lines), encoding="utf-8")
         words.append(f"data.valid.{side}={file}")
+    assert refused("diagnose", *words).startswith("deepnmt: there is no prepared data in")  # and no part of seven
     assert main("prepare", words) == 0
     assert f"the validation text in {tmp_path / 'data'} has only one sentence" in refused("diagnose", *words)
     assert not (tmp_path / "run").exists()

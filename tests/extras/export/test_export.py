@@ -401,10 +401,12 @@ def test_an_export_is_replaced_only_by_a_complete_one(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_own_export_is_imported_whole_or_not_at_all(run: Path, tmp_path: Path, refused: Refused) -> None:
+def test_an_own_export_is_imported_whole_or_not_at_all(
+        run: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     target("huggingface")
     folder = tmp_path / "out"
     assert main("export", [str(run), "--to", "huggingface", "--lines", "2", "--output", str(folder)]) == 0
+    assert "Loading" not in capsys.readouterr().err  # a progress bar of transformers
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-5] ^= 64
     (folder / "model.safetensors").write_bytes(content)
@@ -420,9 +422,21 @@ def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> No
     assert "thesis exists and is no exported model" in refused(*export, tmp_path / "thesis")
     assert "--text is 'a', must be SRC,REF" in refused(*export, tmp_path / "x", "--text", "a")
     assert "--lines is 0, must be 1 or more" in refused(*export, tmp_path / "x", "--lines", 0)
+    assert "--licence is empty, must be a name such as" in refused(*export, tmp_path / "x", "--licence", "")
     assert "--lines has no effect with --to post_ln" in refused("export", run, "--to", "post_ln", "--lines", 5)
     assert "model.width=8 has no effect here because a trained model is exported" in refused(
         *export, tmp_path / "x", "model.width=8")
+
+
+def test_too_little_memory_is_a_sentence(
+        run: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, words in (("extras.export.job.export_run", ("export", run, "--to", "onnx")),
+                        ("extras.export.post_ln.fold_run", ("fold", run)),
+                        ("extras.export.imports.import_run", ("import", tmp_path, "run")),
+                        ("tasks.language_model.huggingface.import_model", ("import", tmp_path, "run"))):
+        monkeypatch.setattr(f"deepnmt.{name}", lambda *_, **__: torch.empty(2**50))
+        assert "there is not enough memory (" in refused(*words), name
+        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}' * (words[0] == "import"))
 
 
 def test_post_ln_is_a_target(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from deepnmt.api import prepare, read_recipe
 from deepnmt.cli import main
 from deepnmt.config import Recipe, changed_settings, load_recipe
 from deepnmt.data.prepared import open_prepared
-from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, settings_of, spread, stages
+from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, own_point, settings_of, spread, stages
 from deepnmt.extras.tune.trials import Trials, alive, result
 from deepnmt.extras.tune.tune import carries, choose, search, small_copy
 from deepnmt.extras.tune.written import edited_text, file_to_write
@@ -262,6 +263,24 @@ def test_when_the_minutes_are_over(
     assert load_recipe(recipe_file.with_name("my_tuned.yaml")).optimizer.lr_factors["encoder"] <= 0.1
 
 
+def test_a_trial_that_was_stopped_counts_with_what_it_had_taken(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = Path(__file__).resolve().parents[2] / "fixtures/run_of_0_1/run/checkpoints"
+
+    def stopped(recipe: Recipe, log: Path) -> dict[str, Any]:
+        shutil.copytree(kept, Path(recipe.run) / "checkpoints")
+        raise KeyboardInterrupt
+
+    recipe = read_recipe(recipe_file)
+    trials = Trials(recipe, recipe, tmp_path, "", Budget(8, math.inf, 20, 3), processes=1)
+    pretend(monkeypatch, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        trials.run("search", own_point(recipe), 20, 7)
+    pretend(monkeypatch, as_measured)
+    assert trials.run("search", own_point(recipe), 20, 7)["seconds"] == pytest.approx(7.9, abs=0.2)
+
+
 def test_no_recipe_is_written_where_no_source_is_used(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
 ) -> None:
@@ -282,6 +301,9 @@ def test_a_damaged_summary_and_a_full_disk(
     (recipe_file.parent / "run/tune/tune.json").write_text("{")
     with small_disk(9):
         assert "trials.jsonl cannot be written: File too large; free" in refused("tune", recipe_file)
+    monkeypatch.undo()
+    (recipe_file.parent / "run/tune/training.log").mkdir()
+    assert "training.log cannot be written: Is a directory; free disk" in refused("tune", recipe_file)
 
 
 @pytest.mark.parametrize(("origin", "name"), [("runs/my.v1", "my.v1"), ("at/my.v1.yaml", "my.v1"), ("demo/a", "a")])

@@ -201,7 +201,8 @@ def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,
     assert f"{len(right)} examples: accuracy {accuracy:.4f}, f1 " in said
     assert all(row[0] == LABELS[int(float(row[2]) > float(row[1]))] for row in rows if row[1] != row[2])
     assert all(abs(float(row[1]) + float(row[2]) - 1) < 2e-4 for row in rows)
-    assert main("classify", [str(whole), "--input", str(folder / "valid.tsv"), "--score"]) == 0
+    overrides = [f"run={whole}", "parallel.threads=1"]
+    assert main("classify", [file, "--input", str(folder / "valid.tsv"), "--score", *overrides]) == 0
     shown = capsys.readouterr()
     assert shown.out == out.read_text() and "examples: accuracy" in shown.err
     (folder / "unlabelled.tsv").write_text("a b\tc d\n\tc\n", encoding="utf-8")
