@@ -364,7 +364,8 @@ class Data(Section):
     src_lang: Annotated[str, For("evaluate", READY)]
     """The source language, such as `de`."""
     trg_lang: Annotated[str, For("evaluate", READY)]
-    """The target language, such as `en`; it also decides how SacreBLEU tokenises."""
+    """The target language, such as `en`; it also decides how SacreBLEU tokenises. A run whose `best_by` is `bleu`
+    keeps it to its end."""
     train: TrainText
     """The training text."""
     valid: ValidText

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -195,12 +196,14 @@ def changes_since(checkpoint: Path, recipe: Recipe, fingerprints: Sequence[str],
         fixed.append(Fact.LOSS_SCALE)
 
     by = recipe.train.best_by
-    scoring = {f"metrics.{by}.lower_is_better"}  # and by what else the validations before were compared
-    scoring |= {"train.label_smoothing", "train.objective"} if by == "loss" else {"train.valid_sentences"}
+    measured = {  # by what else the validations before were compared
+        "loss": r"train\.(label_smoothing|objective)",
+        "bleu": r"train\.valid_sentences|data\.(valid\..*)?trg_lang",
+    }.get(by, rf"train\.valid_sentences|metrics\.{re.escape(by)}\.lower_is_better")
 
     def is_fixed(key: str) -> bool:
         of_an_epoch = key.startswith("data.train.") and recipe.is_marked(key, Fact.EPOCH)
-        return key in scoring or of_an_epoch or any(recipe.is_marked(key, fact) for fact in fixed)
+        return of_an_epoch or bool(re.fullmatch(measured, key)) or any(recipe.is_marked(key, fact) for fact in fixed)
 
     rejected = [change for change in changes if is_fixed(change.key)]
     if rejected:

@@ -98,6 +98,8 @@ class Trainer:
             if checkpoint:
                 fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
                 changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
+                if any(change.key.startswith(("data.train", "data.valid")) for change in changes):  # other files
+                    ranks.raise_everywhere(lambda: task.open(recipe, True))
                 resume_stages(self.stream, self.state)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,10 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
     trained(warm, 2, recipe, run, FP16, "train.clip=0", "train.updates=3")
     assert scale_at(run, 3) == {"scale": 64.0, "clean": 3}
 
-    # a while in fp32: the loss scale is kept for later; a longer text does not matter once the data is prepared
-    grown = []
-    for side in ("en", "de"):
-        grown.append(tmp_path / f"train.{side}")
-        grown[-1].write_text((prepared / "text" / grown[-1].name).read_text(encoding="utf-8") + "!\n", encoding="utf-8")
+    # a while in fp32: the loss scale is kept for later; and the text has moved
+    moved = [shutil.copy(prepared / "text" / f"train.{side}", tmp_path) for side in ("en", "de")]
     trained(warm, 1, recipe, run, "parallel.ds_config=null", "train.clip=0", "train.updates=4",
-            f"data.train={{src: {grown[0]}, trg: {grown[1]}}}")
+            f"data.train={{src: {moved[0]}, trg: {moved[1]}}}")
     assert scale_at(run, 4) == {"scale": 64.0, "clean": 3}
     message = next(record["message"] for record in records(run, "event") if "resuming from" in record["message"])
     for words in ("now parallel.ds_config: ds_configs/zero1.json -> None", "now parallel.precision: fp16 -> fp32",
@@ -48,6 +46,8 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
                "train.label_smoothing=0.3")
     assert warm.wait() == [2] and "loss_scale.initial_power: 3 -> 4" in warm.said()
     assert "train.label_smoothing: 0.1 -> 0.3" in warm.said(), "the best validation is that of the lowest loss"
+    warm.train(1, recipe, f"run={run}", *COMMON, f"data.valid.src={prepared}/text/test.en")
+    assert warm.wait() == [2] and "made from other texts than the recipe's data.valid names" in warm.said()
 
     trained(warm, 2, recipe, run, FP16, "train.updates=7", "train.clip=0.01", "optimizer.lr=0.05",
             "loss_scale.window=2")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import user_error
 
 from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
@@ -79,6 +80,8 @@ def test_the_best_by_bleu_is_the_highest(run: Run) -> None:
                  "train.keep_best=2")
     assert ended(folder) == 4 and kept(folder) == [2, 4]  # 30 and 25
     assert load_state(folder / "checkpoints" / "update-00000004").best == {"value": -30.0, "update": 2, "waited": 2}
+    with user_error("  data.trg_lang: de -> fr\n  data.valid.trg_lang: None -> zh"):
+        run([], "train.best_by=bleu", "data.trg_lang=fr", "data.valid.trg_lang=zh")
 
 
 def test_epochs_end_the_run_and_the_eta(run: Run, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
