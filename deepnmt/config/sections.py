@@ -266,9 +266,6 @@ class TrainText(_Corpora):
             yield from _faults_of_cleaning(corpus, corpus.cleaning.beside(self.cleaning), f"corpora.{name}.cleaning")
         if not self.corpora:
             yield from _faults_of_cleaning(self, self.cleaning, "cleaning")
-        if len(self.corpora) < 2 and self.temperature != 1.0:
-            yield Fault(("temperature",), f"temperature ({self.temperature:g}) has no effect with a single corpus; "
-                        "remove it")
 
     @model_validator(mode="after")
     def _clean_in_common(self) -> TrainText:

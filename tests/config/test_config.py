@@ -337,8 +337,6 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "data: stages.0 has no end, but another stage comes after it; give it an until, such as {epochs: 2}, {updates: "
       "10000} or {patience: 5}",
       "data: stages.1.mix: data.train has no corpus 'news'; it has one without a name, which needs no stages"]),
-    ({"data__train": {"a": STAGED["a"], "temperature": 5.0}},
-     ["data.train: temperature (5) has no effect with a single corpus; remove it"]),
     ({"data__train": STAGED, "data__stages": [{"mix": {"a": 0.0}}]},
      ["data.stages.0.mix.a: is 0.0, must be greater than 0"]),
     ({"data__train": STAGED, "data__stages": [{"mix": {}}]},
