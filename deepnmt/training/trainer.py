@@ -16,7 +16,7 @@ from typing import Any
 from deepnmt.checkpoint.checkpoint import list_checkpoints, moments_in, weights_in
 from deepnmt.checkpoint.retention import check_average_last, make_room, prune
 from deepnmt.checkpoint.saving import Saver, in_shards
-from deepnmt.config import Change, Recipe, Train, dump_recipe
+from deepnmt.config import Change, Fact, Recipe, Train, dump_recipe
 from deepnmt.device import describe, deterministic
 from deepnmt.errors import UserError, enough_memory
 from deepnmt.files import read_log, reporting, write_text
@@ -98,8 +98,10 @@ class Trainer:
             if checkpoint:
                 fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
                 changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
-                if any(change.key.startswith(("data.train", "data.valid")) for change in changes):  # other files
-                    ranks.raise_everywhere(lambda: task.open(recipe, True))
+                # of this rank: the paths of another machine may differ
+                other_text = any(change.key.startswith(("data.train", "data.valid")) and
+                                 recipe.is_marked(change.key, Fact.PATH) for change in changes)
+                ranks.raise_everywhere(lambda: task.open(recipe, True) if other_text else None)
                 resume_stages(self.stream, self.state)
             update = self.state.update
             self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)
