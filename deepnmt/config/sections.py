@@ -774,7 +774,7 @@ class Optimizer(Section):
     does (with radam and radamw only)."""
     lr: Positive = 5e-4
     """Peak learning rate."""
-    lr_factors: Annotated[dict[Part, Annotated[float, Field(ge=1e-9)]], Fact.SEEN] = Field(default_factory=dict)
+    lr_factors: Annotated[dict[Part, Annotated[float, Field(ge=1e-30)]], Fact.SEEN] = Field(default_factory=dict)
     """Factors of the learning rate for parts of the model, as in `{decoder: 0.1, embeddings: 0.01}`. A part is a name
     of parameters or its beginning (`encoder`, `decoder.layers.0`), with `*` for anything (`*.cross_attn`). Where
     several match, the last counts."""

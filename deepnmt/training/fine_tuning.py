@@ -144,8 +144,8 @@ def _origin(name: str, grown: Mapping[str, tuple[int, int]], how: str | None) ->
 
 
 def check_parts(recipe: Recipe, build: Callable[[Recipe], nn.Module] | None = None) -> None:
-    """Raises `UserError` if a part that `train.freeze` or `optimizer.lr_factors` names is not in the recipe's model, a
-    part with a factor is frozen, or nothing is left to train. `build`: builds a task's model; None: of translation."""
+    """Raises `UserError` if a part that `train.freeze` or `optimizer.lr_factors` names is not in the recipe's model, or
+    nothing is left to train. `build`: builds a task's model; None: that of translation."""
     settings = {"train.freeze": recipe.train.freeze, "optimizer.lr_factors": list(recipe.optimizer.lr_factors)}
     if not any(settings.values()):
         return
@@ -165,7 +165,3 @@ def check_parts(recipe: Recipe, build: Callable[[Recipe], nn.Module] | None = No
     trained = [name for name in names if not any(is_in(part, name) for part in recipe.train.freeze)]
     if not trained:
         raise UserError(f"train.freeze ({', '.join(recipe.train.freeze)}) leaves nothing to train; remove a part")
-    for part in recipe.optimizer.lr_factors:
-        if not any(is_in(part, name) for name in trained):
-            raise UserError(f"optimizer.lr_factors names {part!r}, which has no effect because train.freeze "
-                            f"({', '.join(recipe.train.freeze)}) holds all of it; remove one of the two")

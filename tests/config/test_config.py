@@ -136,7 +136,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
       "them"]),
     ({"optimizer__lr_factors": {"decoder": 1e-320}, "vocab__model": 3},  # 1 / 1e-320 overflows
      ["vocab.model: is 3, must be a valid string",
-      "optimizer.lr_factors.decoder: is 1e-320, must be greater than or equal to 0.000000001"]),
+      f"optimizer.lr_factors.decoder: is 1e-320, must be greater than or equal to {1e-30:.30f}"]),
     ({"vocab__kind": 3, "vocab__character_coverage": 0.95},
      ["vocab.kind: is 3, must be one of ...",
       "vocab.character_coverage: is 0.95, must be greater than or equal to 0.98"]),

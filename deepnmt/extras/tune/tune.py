@@ -111,11 +111,10 @@ def small_copy(recipe: Recipe) -> Recipe:
     layers = small_layers(recipe)
     if all(recipe.model.stack(side).layers == count for side, count in layers.items()):
         return recipe
-    freeze = list(dict.fromkeys(at_height(recipe, part) for part in recipe.train.freeze))
-    factors = {at_height(recipe, part): factor for part, factor in recipe.optimizer.lr_factors.items()}
+    factors, freeze = recipe.optimizer.lr_factors, recipe.train.freeze
     changes: dict[str, Any] = {f"model.{side}.layers": count for side, count in layers.items()}
-    changes["optimizer.lr_factors"] = {part: factor for part, factor in factors.items() if part not in freeze}
-    changes["train.freeze"] = freeze
+    changes["optimizer.lr_factors"] = {at_height(recipe, part): factor for part, factor in factors.items()}
+    changes["train.freeze"] = list(dict.fromkeys(at_height(recipe, part) for part in freeze))
     if getattr(recipe.train, "guided_layer", 0):
         changes["train.guided_layer"] = 0
     if recipe.admin.profile:

@@ -430,13 +430,13 @@ def test_mistakes_are_refused(run: Path, tmp_path: Path, refused: Refused) -> No
 
 def test_too_little_memory_is_a_sentence(
         run: Path, tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for name, words in (("extras.export.job.export_run", ("export", run, "--to", "onnx")),
                         ("extras.export.post_ln.fold_run", ("fold", run)),
-                        ("extras.export.imports.import_run", ("import", tmp_path, "run")),
+                        ("extras.export.imports.import_run", ("import", run, "run")),
                         ("tasks.language_model.huggingface.import_model", ("import", tmp_path, "run"))):
         monkeypatch.setattr(f"deepnmt.{name}", lambda *_, **__: torch.empty(2**50))
         assert "there is not enough memory (" in refused(*words), name
-        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}' * (words[0] == "import"))
 
 
 def test_post_ln_is_a_target(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
