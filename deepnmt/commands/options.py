@@ -12,6 +12,7 @@ from deepnmt.arguments import expected_model
 from deepnmt.config import Recipe
 from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
 from deepnmt.errors import UserError, nearest
+from deepnmt.folders import locate
 
 if TYPE_CHECKING:
     from deepnmt.processes.ranks import Ranks
@@ -47,8 +48,11 @@ def add_format(parser: ArgumentParser, what: Literal["line", "scores"] = "line")
 def checkpoint_of(name: str | None, recipe: Recipe) -> str | None:
     """The folder that `--checkpoint` names, by its path or as one of the run's."""
     if name not in ("best", "newest", "averaged"):
-        if name and not Path(name).exists() and (near := nearest(name, ("best", "newest", "averaged"))):
-            raise UserError(f"there is no folder {name}; did you mean --checkpoint {near}?")
+        if name and not locate(Path(name)).exists():
+            near = nearest(name, ("best", "newest", "averaged"))
+            way = (f"did you mean --checkpoint {near}?" if near else "give best, newest, averaged or the folder of a "
+                   f"checkpoint, such as those in {recipe.run}/checkpoints")
+            raise UserError(f"there is no folder {name}; {way}")
         return name
     from deepnmt.checkpoint.checkpoint import Which, find_checkpoint
 

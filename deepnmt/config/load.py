@@ -61,7 +61,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         if layout is None or _OLD_LAYOUT.fullmatch(str(layout)):  # either implies the precision
             parallel.pop("precision", None)
     by: Path | bool = False if of_a_run else file
-    return check_recipe(tree, str(file), plugins_by=True if "plugins" in named else by, commands_by=by)
+    origin = f"{file} with the settings of the command line" if overrides else str(file)
+    return check_recipe(tree, origin, plugins_by=True if "plugins" in named else by, commands_by=by)
 
 
 def check_recipe(

@@ -151,7 +151,8 @@ def format_reasons(left_out: dict[str, int]) -> str:
     return ", ".join(f"{reason} {count:,}" for reason, count in left_out.items() if count) or "none"
 
 
-def no_pairs_left(corpora: Iterable[str], name: str) -> UserError:
-    """The error if the filters leave out all pairs of corpora of a text."""
-    return UserError(f"data.filters leave out all pairs of {', '.join(corpora)} in data.{name}; loosen them, or remove "
+def no_pairs_left(left_out: Mapping[str, dict[str, int]], name: str) -> UserError:
+    """The error if the filters leave out all pairs of corpora of a text; `left_out`: how many for which reason."""
+    empty = [f"{corpus or 'the corpus'} ({format_reasons(counts)})" for corpus, counts in left_out.items()]
+    return UserError(f"data.filters leave out all pairs of {', '.join(empty)} in data.{name}; loosen them, or remove "
                      "the corpus")

@@ -53,7 +53,7 @@ from deepnmt.data.build import (
     write_vocabularies,
 )
 from deepnmt.data.encoding import EncodingJob, end_with_parent, submit
-from deepnmt.data.filters import KEPT, NEAR, Codes, Hashes, apply_text_filters, code_of
+from deepnmt.data.filters import KEPT, NEAR, Codes, Hashes, apply_text_filters, code_of, tally
 from deepnmt.data.prepared import (
     PreparedData,
     check_vocabularies,
@@ -514,15 +514,16 @@ def _leave_out_duplicates(
 
 def _require_kept(work: Work, units: Sequence[Unit], temporary: Path) -> None:
     """Raises `UserError` if no pair of the text is kept, or of a corpus."""
-    has_pairs: dict[str, bool] = {}
+    counts: dict[str, list[dict[str, Any]]] = {}
     for unit in units:
         codes = np.fromfile(temporary / work.codes_file(unit).name, dtype=np.uint8)
-        has_pairs[unit.corpus] = has_pairs.get(unit.corpus, False) or bool(np.any(codes == KEPT))
-    _require_corpora(has_pairs)
+        of_unit = {"pairs": int(np.count_nonzero(codes == KEPT)), "left_out": tally(codes)}
+        counts.setdefault(unit.corpus, []).append(of_unit)
+    _require_corpora({corpus: _sum(some) for corpus, some in counts.items()})
 
 
-def _require_corpora(has_pairs: Mapping[str, object]) -> None:
-    empty = [corpus or "the corpus" for corpus, pairs in has_pairs.items() if not pairs]
+def _require_corpora(counts: Mapping[str, Mapping[str, Any]]) -> None:
+    empty = {corpus: of_corpus["left_out"] for corpus, of_corpus in counts.items() if not of_corpus["pairs"]}
     if empty:
         raise no_pairs_left(empty, TRAIN)
 
@@ -573,20 +574,20 @@ def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
     index = folders.read_json(work.folder, "index.json", KIND)
     shards: dict[str, list[dict[str, Any]]] = {}
     counts: list[dict[str, Any]] = []
+    parts: dict[str, list[dict[str, Any]]] = {}
     for unit in units:
         manifest = folders.read_manifest(work.shard(unit), SHARD)
         counts.append({**manifest["counts"], "overlap": int(work.array(unit, "overlap"))})
         shards.setdefault(unit.corpus, []).append(Entry(
             pairs=counts[-1]["pairs"], src_tokens=counts[-1]["src_tokens"], trg_tokens=counts[-1]["trg_tokens"],
             key=manifest["key"], content=content_of(manifest)).model_dump())
-    sizes = {corpus: sum(entry["pairs"] for entry in entries) for corpus, entries in shards.items()}
-    _require_corpora(sizes)
+        parts.setdefault(unit.corpus, []).append(
+            {name: counts[-1][name] for name in ("read", "pairs", "left_out", "overlap")})
+    by_corpus = {corpus: _sum(some) for corpus, some in parts.items()}
+    _require_corpora(by_corpus)
     train = {**_sum(counts), "variants": counts[0]["variants"]}
-    if "" not in sizes:
-        parts: dict[str, list[dict[str, Any]]] = {corpus: [] for corpus in sizes}
-        for unit, count in zip(units, counts, strict=True):
-            parts[unit.corpus].append({name: count[name] for name in ("read", "pairs", "left_out", "overlap")})
-        by_corpus = {corpus: _sum(some) for corpus, some in parts.items()}
+    if "" not in by_corpus:
+        sizes = {corpus: of_corpus["pairs"] for corpus, of_corpus in by_corpus.items()}
         train = {"corpora": sizes, **train, "by_corpus": by_corpus}
     with folders.new_folder(target, KIND) as temporary:
         with folders.reporting(target, KIND):

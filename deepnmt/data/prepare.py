@@ -217,8 +217,13 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
     Texts that are not on this machine are not compared.
     """
     for name, corpus in texts.items():
-        if name not in data.splits:
-            raise UserError(f"prepared data {data.folder} has no {name}, which the recipe names; {REMEDY}")
+        if name not in data.splits:  # a test set that is new: evaluation reads its text
+            if recipe.data.filters.drop_overlap:
+                raise UserError(f"prepared data {data.folder} has no {name}, so that its sentences were not left out "
+                                f"of the training text, as data.filters.drop_overlap asks for; {REMEDY}")
+            print_status(f"{name}: not in the prepared data, so it is not known how many of its sentences are in the "
+                         "training text; deepnmt evaluate reads it from its files")
+            continue
         if not on_this_machine(corpus):
             print_status(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
@@ -352,11 +357,13 @@ def _encode(folder: Path, name: str, text: Corpus, codes: Codes, ends: dict[str,
                                     progress)
     require_pairs(final)
     corpora = {}
+    empty = {}
     start = 0
     for part, end in ends.items():
         corpora[part] = int(np.count_nonzero(final[start:end] == KEPT))
+        if not corpora[part]:
+            empty[part] = tally(final[start:end])
         start = end
-    empty = [part for part, pairs in corpora.items() if not pairs]
     if empty:
         raise no_pairs_left(empty, name)
     if "" not in corpora:

@@ -250,8 +250,8 @@ def require_manifest(folder: Path) -> None:
     if is_free(folder):
         raise UserError(f"there is no prepared data in {folder}; run deepnmt prepare with this recipe first")
     if not (folder / MANIFEST).is_file():
-        raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to a folder that "
-                        "deepnmt prepare has written")
+        raise UserError(f"{folder} holds no {MANIFEST}, so it is not prepared data; set data.folder to a new folder, "
+                        "or to one that deepnmt prepare has written")
 
 
 def open_prepared(recipe: Recipe, texts: bool = True) -> PreparedData:

@@ -36,10 +36,11 @@ BINARY = {
     b"SQLite format 3\0": ("an SQLite database", _COLUMNS), b"\x89HDF\r": ("an HDF5 file", _COLUMNS),
     b"\x93NUMPY": ("a NumPy array", _COLUMNS), b"%PDF-1": ("a PDF", "copy its sentences into a text, one a line"),
     b"PK\x03\x04": ("a ZIP archive", "unpack it"), b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
-    b"\x1f\x8b": ("compressed by gzip", "let its name end in .gz"),
-    b"\xfd7zXZ\0": ("compressed by xz", "let its name end in .xz"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "let its name end in .zst"),
-    **{b"BZh%d1AY&SY" % level: ("compressed by bzip2", "let its name end in .bz2") for level in range(1, 10)},
+    b"\x1f\x8b": ("compressed by gzip", "unpack it, or let its name end in .gz"),
+    b"\xfd7zXZ\0": ("compressed by xz", "unpack it, or let its name end in .xz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it, or let its name end in .zst"),
+    **{b"BZh%d1AY&SY" % level: ("compressed by bzip2", "unpack it, or let its name end in .bz2")
+       for level in range(1, 10)},
 }
 
 
@@ -224,7 +225,8 @@ def input_files(text: Corpus) -> list[Path]:
                             "command line"
                             + made * ", or let deepnmt run make it, if it is what translated_by writes")
         if not file.is_file():
-            raise UserError(f"{file} is not a file; the recipe's data section must name text or TSV files")
+            what = "a folder" if file.is_dir() else "a pipe or a device, and no file"
+            raise UserError(f"{file} is {what}; name a text or a TSV file in its place")
     return files
 
 

@@ -41,6 +41,8 @@ def test_every_fault_of_a_recipe_at_once(prepared: Path, refused: Refused, tmp_p
                   "train.updates: is missing"):
         assert sum(words in fault for fault in faults) == 1, words
     assert [file.name for file in tmp_path.iterdir()] == ["recipe.yaml"]
+    head, *_ = refused("train", prepared / "recipe.yaml", "model.heads=3").split("\n")
+    assert head == f"deepnmt: {prepared / 'recipe.yaml'} with the settings of the command line has a fault:"
 
 
 @pytest.mark.parametrize(("override", "said"), [

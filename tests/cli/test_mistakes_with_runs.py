@@ -56,7 +56,8 @@ def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tm
     assert f"there is no folder {tmp_path}/none" in refused("translate", recipe, f"run={tmp_path}/none", *files)
     found = refused("translate", recipe, f"run={tmp_path}", *files)
     assert f"{tmp_path} is not a checkpoint and holds no whole one" in found
-    assert "there is no folder" in refused("evaluate", trained, "--checkpoint", tmp_path / "none")
+    found = refused("evaluate", trained, "--checkpoint", tmp_path / "none")
+    assert f"there is no folder {tmp_path}/none; give best, newest, averaged or the folder of a checkpoint" in found
     assert "bset; did you mean --checkpoint best?" in refused("evaluate", trained, "--checkpoint", "bset")
     assert "give the folder of the run" in refused("translate", trained / "checkpoints" / NEWEST)
     found = refused("average", recipe, f"run={tmp_path}")

@@ -286,7 +286,7 @@ def test_mistakes_that_the_text_shows(prepared: Path, tmp_path: Path, mixed: Rec
                           valid=text(prepared, "valid", tag="<2fr>")))
     for side in ("en", "de"):
         (tmp_path / f"empty.{side}").write_text("\n\n", encoding="utf-8")
-    with user_error("data.filters leave out all pairs of none in data.train"):
+    with user_error(r"data.filters leave out all pairs of none \(empty 2\) in data.train"):
         none = {"src": str(tmp_path / "empty.en"), "trg": str(tmp_path / "empty.de")}
         prepare(recipe_of(prepared, tmp_path, train={"a": text(prepared, "train"), "none": none}))
     with user_error(r"two\.yaml is not valid YAML: .*'a' is given twice"):

@@ -157,6 +157,10 @@ def test_up_to_date_folder_is_not_changed_even_without_its_texts(
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     assert prepare(recipe) == folder
     assert "is up to date" in capsys.readouterr().err
+    new_test = _tree(tmp_path)
+    new_test["data"]["test"]["two"] = new_test["data"]["valid"]
+    prepare(_recipe(new_test))
+    assert "test.two: not in the prepared data, so it is not known" in capsys.readouterr().err
     (tmp_path / "train.src").unlink()
     prepare(recipe)
     assert "train: the texts are not on this machine" in capsys.readouterr().err
@@ -167,7 +171,8 @@ def test_up_to_date_folder_is_not_changed_even_without_its_texts(
     (lambda tree: tree["vocab"].update(size=70), "was made with vocab.size 80, but the recipe has 70"),
     (lambda tree: tree["data"]["filters"].update(max_ratio=3.0), "data.filters.max_ratio 6.0, but the recipe has 3.0"),
     (lambda tree: tree["data"].update(subword_variants=0), "data.subword_variants 2, but the recipe has 0"),
-    (lambda tree: tree["data"]["test"].update(two=tree["data"]["valid"]), "has no test.two"),
+    (lambda tree: tree["data"]["filters"].update(drop_overlap=True) or tree["data"]["test"].update(
+        two=tree["data"]["valid"]), "has no test.two, so that its sentences were not left out"),
     (lambda tree: Path(tree["data"]["valid"]["trg"]).write_text("x\n" * 31), "texts than the recipe's data.valid"),
 ])
 def test_folder_of_another_recipe_is_rejected_and_kept(tmp_path: Path, change: Any, words: str) -> None:

@@ -92,7 +92,7 @@ def test_damaged_compressed_files(tmp_path: Path, damage, words: str, suffix: st
 def test_missing_file_folder_short_row_and_empty_corpus(tmp_path: Path) -> None:
     assert f"there is no text file {tmp_path / 'none'}" in _fault(Corpus(tsv=[str(tmp_path / "none")]))
     (tmp_path / "empty").mkdir()
-    assert "is not a file" in _fault(Corpus(tsv=[str(tmp_path / "empty")]))
+    assert "empty is a folder; name a text" in _fault(Corpus(tsv=[str(tmp_path / "empty")]))
     short = tmp_path / "s.tsv"
     short.write_text("a\tb\nalone\n", encoding="utf-8")
     assert "s.tsv, line 2: 1 column, but 'columns' is [1, 2]" in _fault(Corpus(tsv=[str(short)]))
