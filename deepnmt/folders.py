@@ -27,6 +27,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from deepnmt.config.fields import FILE_NAME
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.version import __version__
@@ -308,7 +309,7 @@ def read_manifest(folder: Path, kind: Kind = CHECKPOINT) -> dict[str, Any]:
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
         raise DamagedFolder(folder, f"{name} lists no files", kind)
     for entry in sorted(entries):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", entry):
+        if not re.fullmatch(FILE_NAME, entry):
             raise DamagedFolder(folder, f"{name} names {entry!r}, which is not a valid file name", kind)
     return manifest
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from deepnmt.arguments import expected_model
 from deepnmt.config import Recipe
 from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS, metrics_called
-from deepnmt.errors import UserError, nearest
+from deepnmt.errors import UserError
 from deepnmt.folders import locate
 
 if TYPE_CHECKING:
@@ -49,10 +49,8 @@ def checkpoint_of(name: str | None, recipe: Recipe) -> str | None:
     """The folder that `--checkpoint` names, by its path or as one of the run's."""
     if name not in ("best", "newest", "averaged"):
         if name and not locate(Path(name)).exists():
-            near = nearest(name, ("best", "newest", "averaged"))
-            way = (f"did you mean --checkpoint {near}?" if near else "give best, newest, averaged or the folder of a "
-                   f"checkpoint, such as those in {recipe.run}/checkpoints")
-            raise UserError(f"there is no folder {name}; {way}")
+            raise UserError(f"--checkpoint is {name}, but there is no such folder; give best, newest, averaged or the "
+                            f"folder of a checkpoint, such as those in {recipe.run}/checkpoints")
         return name
     from deepnmt.checkpoint.checkpoint import Which, find_checkpoint
 

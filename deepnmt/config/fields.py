@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 
 from deepnmt.config.choices import Choices
 
+FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # of what deepnmt writes, and of settings' names that become part of one
+
 
 class Fact(Enum):
     """What may be said of a setting."""

@@ -35,7 +35,7 @@ from deepnmt.config.choices import (
     Use,
     facts_of,
 )
-from deepnmt.config.fields import By, Fact, Fault, For, Section, either, values_of
+from deepnmt.config.fields import FILE_NAME, By, Fact, Fault, For, Section, either, values_of
 from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
@@ -245,7 +245,7 @@ class _Corpora(AlignedCorpus):
             yield Fault(("corpora", *own), f"give either one corpus ({', '.join(own)}), or corpora by name "
                         f"({', '.join(corpora)}), not both")
         for name in corpora:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            if not re.fullmatch(FILE_NAME, name):
                 yield Fault(("corpora",), f"corpora.{name}: a corpus's name has letters, digits, '_', '-' and '.' only")
 
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from deepnmt import folders
 from deepnmt.config import Cleaning, Corpus, Data, Fact, Filters, Recipe, Vocab, flatten
+from deepnmt.config.fields import FILE_NAME
 from deepnmt.config.plugins import source_of
 from deepnmt.data.arrays import FORMAT, KIND, Split, check_sides
 from deepnmt.data.shards import TRAIN, Entry, ShardedText
@@ -45,7 +46,7 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any]) -> None:
     folders.publish(temporary, target, entries, {"format": FORMAT, "version": version, **contents}, KIND)
 
 
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+FileName = Annotated[str, Field(pattern=f"^{FILE_NAME}$")]
 Natural = Annotated[int, Field(ge=0)]
 
 
@@ -430,7 +431,7 @@ def corpora(recipe: Recipe) -> dict[str, Corpus]:
         raise UserError(f"the recipe has task: {recipe.task}, whose texts are not pairs of two languages; this is for "
                         "translation")
     for name in recipe.data.test:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        if not re.fullmatch(FILE_NAME, name):
             raise UserError(f"data.test.{name}: a test's name becomes part of file names; use letters, digits, '_', "
                             "'-' and '.' only")
     tests = {f"test.{name}": corpus for name, corpus in recipe.data.test.items()}

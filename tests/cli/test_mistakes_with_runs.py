@@ -57,8 +57,7 @@ def test_missing_checkpoints(prepared: Path, trained: Path, refused: Refused, tm
     found = refused("translate", recipe, f"run={tmp_path}", *files)
     assert f"{tmp_path} is not a checkpoint and holds no whole one" in found
     found = refused("evaluate", trained, "--checkpoint", tmp_path / "none")
-    assert f"there is no folder {tmp_path}/none; give best, newest, averaged or the folder of a checkpoint" in found
-    assert "bset; did you mean --checkpoint best?" in refused("evaluate", trained, "--checkpoint", "bset")
+    assert f"--checkpoint is {tmp_path}/none, but there is no such folder; give best, newest, averaged or" in found
     assert "give the folder of the run" in refused("translate", trained / "checkpoints" / NEWEST)
     found = refused("average", recipe, f"run={tmp_path}")
     assert f"there is no checkpoint in {tmp_path}/checkpoints; train first" in found

@@ -515,7 +515,7 @@ def test_mistakes(prepared: Path, tmp_path: Path, refused: Refused, monkeypatch:
     plain = "model.encoder.block=b2t model.decoder.block=pre_ln"
     (tmp_path / "file").write_text("")
     for command, message in (
-        (f"diagnose --checkpoint {tmp_path}/none", "there is no folder"),
+        (f"diagnose --checkpoint {tmp_path}/none", "none, but there is no such folder"),
         ("diagnose --tokens 0", "--tokens is 0"),
         (f"diagnose --rule {tmp_path}/none.json", "none.json cannot be read"),
         ("diagnose --minutes 0 optimizer.lr_factors.encodr=0.1", "optimizer.lr_factors names 'encodr', but no"),
