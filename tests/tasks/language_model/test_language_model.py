@@ -80,6 +80,20 @@ def test_another_text_is_measured_beside_the_runs_own(trained: Path) -> None:
     assert [file.name for file in run.glob("perplexity*other.json")] == [f"perplexity-{text_name(str(other))}.json"]
 
 
+def test_a_text_that_is_not_prepared_is_not_measured(trained: Path, tmp_path: Path, refused: Refused) -> None:
+    """What was prepared under its name, or all that was, was measured instead. Moved texts, and none, are no others."""
+    file, run, held = str(trained / "lm.yaml"), str(trained / "run"), Path(recipe(trained).data.test["held"].trg[0])
+    valid, other = trained / "valid.txt", tmp_path / "held.txt"
+    assert "data.test.new is not prepared in" in refused("evaluate", run, f"data.test.new={valid}")
+    assert "data.test.held is another text than" in refused("evaluate", run, f"data.test.held={valid}")
+    assert "data.valid is another text than" in refused("evaluate", file, "--test", "valid", f"data.valid={held}")
+    for _ in range(2):  # the first time it is not there
+        assert main("evaluate", [run, f"data.test.held={other}"]) == 0
+        shutil.copy(held, other)
+    assert main("prepare", [file, f"data.folder={tmp_path / 'new'}", f"data.test.held={valid}"]) == 0
+    assert main("evaluate", [run, f"data.folder={tmp_path / 'new'}"]) == 0
+
+
 def test_scores_appear_when_all_are_there(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, scores = tmp_path / "lines.txt", tmp_path / "scores.txt"
     lines.write_text("the dog\n" * 2, encoding="utf-8")
