@@ -349,6 +349,22 @@ def test_a_recipe_for_a_text(apart: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert main("new", ["other.yaml", "--text", str(tmp_path / "none.txt")]) == 2
 
 
+def test_a_recipe_for_a_short_text_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its vocabulary had more pieces than the text gives, and two runs of 50 lines were held out of 130."""
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path)
+    lines = [line for line in (tmp_path / "train.txt").read_text().splitlines() if line][:130]
+    Path("text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert main("new", ["my.yaml", "--text", "text.txt", "--machine", "cpu"]) == 0
+    assert main("prepare", ["my.yaml"]) == 0
+    made = load_recipe("my.yaml")
+    assert PreparedText.open(made).vocab.size == made.vocab.size < 200
+    assert len(Path("data/my/text/train.txt").read_text().splitlines()) > 100
+    words = [len(Path(f"data/my/text/{name}.txt").read_text().split()) for name in ("valid", "train", "test")]
+    share = float(re.findall(r"valid.txt # ([\d.]+)% of it", Path("my.yaml").read_text())[0])
+    assert share == pytest.approx(100 * words[0] / sum(words), abs=0.5)
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("a b\n" * 100, "text.txt has 100 lines, from which nothing can be held out; give 101 or more"),
     ("a b\n" * 60 + "\n" + "a b\n" * 60, "text.txt has 2 documents, too few to hold some out"),
