@@ -29,7 +29,7 @@ from deepnmt.shipped import SCHEMA
 
 Hardware = Literal["cpu", "gpu"]
 TEXTS = folders.Kind("text", (), "", "free disk space, or go to another folder")
-_SAMPLE = 20_000  # pairs that the vocabulary is tried on
+SAMPLE = 20_000  # pairs, or lines, that the vocabulary is tried on
 _HELD_OUT = 1_000  # sentences wanted for the test, half as many for validation
 
 
@@ -150,7 +150,7 @@ def survey(corpus: Corpus) -> Survey:
             alphabet.update(src, trg)
             if pairs % stride == 0:
                 sample.append((src, trg))
-                if len(sample) == 2 * _SAMPLE:
+                if len(sample) == 2 * SAMPLE:
                     sample = sample[1::2]
                     stride *= 2
             progress(number)
@@ -175,16 +175,20 @@ class Lengths:
     ratio: float
 
 
-def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
-    """Segments the sample with a vocabulary trained on it, of `size` or as many pieces as it has text for."""
+def fitting_vocabulary(lines: Sequence[str], kind: str, size: int) -> tuple[bytes, int]:
+    """A vocabulary of `size` pieces, or of as many as these lines give, and how many it has. Raises `UserError`."""
     while True:
         try:
-            model = train_vocabulary(itertools.chain.from_iterable(sample), Vocab(size=size))
-            break
+            return train_vocabulary(lines, Vocab(kind=kind, size=size)), size
         except UserError:
-            if size < 100:
+            if size <= 8:  # the least that `vocab.size` may be
                 raise
-            size = size * 3 // 4 // 50 * 50
+            size = size * 3 // 4 // 50 * 50 if size >= 100 else max(8, size * 3 // 4)
+
+
+def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
+    """Segments the sample with a vocabulary trained on it, of `size` or as many pieces as it has text for."""
+    model, size = fitting_vocabulary([*itertools.chain.from_iterable(sample)], "bpe", size)
     vocab = Vocabulary(model)
     sources, targets = zip(*sample)
     src = [len(ids) + 1 for ids in vocab.encode_batch(list(sources))]

@@ -40,7 +40,8 @@ def end_stages(recipe: Recipe, stream: Any, state: TrainState) -> list[str]:
         stream.begin_stages([first for first, _ in state.stages])
         mix = stages[len(state.stages)].mix
         shares = ", ".join(f"{name} {share / sum(mix.values()):.1%}" for name, share in mix.items())
-        said.append(f"stage {len(state.stages) + 1} of {len(stages)} begins with epoch {begin}: {shares}")
+        counted = begin + 1  # from 1, as in progress lines
+        said.append(f"stage {len(state.stages) + 1} of {len(stages)} begins with epoch {counted}: {shares}")
     return said
 
 

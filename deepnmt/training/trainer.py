@@ -386,7 +386,8 @@ class Trainer:
         if self._failed_saves >= most and not last:
             fault = UserError(f"{fault}; train.max_failed_saves is {most}, and so many in a row failed")
         if last or self._failed_saves >= most:
-            raise FolderWriteError(f"{fault}; the same command then resumes from the newest of them") from None
+            goes_on = "resumes from the newest of them" if list_checkpoints(self.checkpoints) else "begins anew"
+            raise FolderWriteError(f"{fault}; the same command then {goes_on}") from None
         self.monitor.event(self.state.update, f"checkpoint not written, training continues ({self._failed_saves} of "
                            f"{most} in a row, then the run ends): {fault}")
 

@@ -78,7 +78,7 @@ def test_lengths_by_hand() -> None:
 
 
 def test_the_sample_is_spread_over_the_text(text: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepnmt.new._SAMPLE", 50)
+    monkeypatch.setattr("deepnmt.new.SAMPLE", 50)
     seen = survey(Corpus(src=["a.de"], trg=["a.en"]))
     assert seen.sample == text[7:701:8][:len(seen.sample)] and 50 <= len(seen.sample) < 100
 

@@ -199,12 +199,21 @@ def test_a_run_ends_after_so_many_failed_saves(
     """The first and the third are written, then none; one that succeeds in between counts anew. The newest stays."""
     full = iter([False, True, False])
     words = ("train.updates=99", "train.save_every=1", "train.validate_every=50", f"train.max_failed_saves={most}")
-    said = rf"it is full; free; train\.max_failed_saves is {most}, and so many in a row failed; the same"
+    said = (rf"it is full; free; train\.max_failed_saves is {most}, and so many in a row failed; the same command then "
+            "resumes")
     with pytest.raises(FolderWriteError, match=said):
         run_with(prepared, tmp_path, lambda: next(full, True), monkeypatch, *words)
     last = max(r["update"] for r in read_log(tmp_path / "log.jsonl") if r["type"] == "train")
     assert most < last <= 3 * most
     assert len(list_checkpoints(tmp_path / "checkpoints")) == 1
+
+
+def test_a_run_without_a_checkpoint_is_not_said_to_resume(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FolderWriteError, match="the same command then begins anew"):
+        run_with(prepared, tmp_path, lambda: True, monkeypatch, "train.updates=1")
+    assert not list_checkpoints(tmp_path / "checkpoints")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")

@@ -86,9 +86,11 @@ def test_stages_end_by_epochs_updates_and_patience(staged: Recipe, whole: Path) 
     assert first == [1, math.ceil(stream.epoch_size(0) / 2)], "an epoch's end, as it comes"
     assert second[1] == first[1] + 3 and third[1] == 14, "three updates, and two validations after the best at 10"
     notes = [event["message"] for event in records(whole, "event") if "stage" in event["message"]]
-    assert notes == [f"stage 2 of 4 begins with epoch {first[0]}: small 100.0%",
-                     f"stage 3 of 4 begins with epoch {second[0]}: large 75.0%, small 25.0%",
-                     f"stage 4 of 4 begins with epoch {third[0]}: large 100.0%"]
+    assert notes == [f"stage 2 of 4 begins with epoch {first[0] + 1}: small 100.0%",
+                     f"stage 3 of 4 begins with epoch {second[0] + 1}: large 75.0%, small 25.0%",
+                     f"stage 4 of 4 begins with epoch {third[0] + 1}: large 100.0%"]
+    epochs = {record["update"]: record["epoch"] for record in records(whole, "train")}
+    assert epochs[second[1] + 1] == second[0] + 1, "progress lines count epochs likewise"
 
 
 def test_runs_killed_at_the_borders_of_stages_equal_the_whole(staged: Recipe, whole: Path, tmp_path: Path) -> None:

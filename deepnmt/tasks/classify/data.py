@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.checkpoint.checkpoint import find_checkpoint
 from deepnmt.data.arrays import Indices, Lengths
 from deepnmt.data.examples import Examples, ExampleStream
 from deepnmt.data.tables import JSON, is_whole, kind_of
@@ -26,6 +25,7 @@ from deepnmt.data.vocab import Vocabulary, vocabulary_files
 from deepnmt.errors import UserError, nearest
 from deepnmt.tasks.classify.settings import ClassifyRecipe, Column
 from deepnmt.tokens import BOS, EOS, PAD
+from deepnmt.training.fine_tuning import find_trained
 
 
 class Row(NamedTuple):
@@ -111,12 +111,16 @@ def open_examples(recipe: ClassifyRecipe) -> ClassifyData:
 
 
 def vocabulary_of(recipe: ClassifyRecipe) -> Vocabulary:
-    """The vocabulary that `vocab.model` names, else that of `train.init_from`. Raises `UserError` if there is none."""
+    """The vocabulary that `vocab.model` names, else that of `train.init_from`; a run that has begun also goes on
+    without them, with its own. Raises `UserError` if there is none."""
+    begun = vocabulary_files(Path(recipe.run))
     if recipe.vocab.model:
         setting, place = "vocab.model", Path(recipe.vocab.model)
     else:
-        setting, place = "train.init_from", find_checkpoint(Path(str(recipe.train.init_from)))
-    files = vocabulary_files(place)
+        setting, place = "train.init_from", Path(str(recipe.train.init_from))
+        if place.exists() or begun is None:
+            place = find_trained(recipe)
+    files = vocabulary_files(place) or begun
     if files is None:
         raise UserError(f"{setting} is {place}, where there is no vocabulary; give the folder of a run that has saved "
                         "a checkpoint, or of prepared data, or a SentencePiece file")

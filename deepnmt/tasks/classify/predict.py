@@ -49,6 +49,8 @@ def classify_file(run: str | Path, source: str, target: str, device: torch.devic
     Raises:
         UserError: see `check_files`, `read_rows` and `segment`; or there is no such model.
     """
+    if not Path(source).is_file():  # so also "-", of which `check_files` thinks that it is read
+        raise UserError(f"there is no input file {source}; give one of lines with tabs, or of JSON lines (.jsonl)")
     output = check_files([source], target, Ranks.alone())  # no other process reads or writes
     model, trained, vocab = load_encoder(Path(run), lambda recipe, size: build_of(require_classifier(recipe), size))
     recipe = cast(ClassifyRecipe, trained)

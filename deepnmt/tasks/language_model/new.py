@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from deepnmt import folders
 from deepnmt.config import load_recipe
 from deepnmt.errors import UserError
-from deepnmt.new import TEXTS, Hardware, check_name, machine, write_recipe
+from deepnmt.new import SAMPLE, TEXTS, Hardware, check_name, fitting_vocabulary, machine, write_recipe
 from deepnmt.shipped import schema_of
-from deepnmt.tasks.language_model.text import read_documents
+from deepnmt.tasks.language_model.text import read_documents, shorter
 
-_PART = 50  # lines that are held out together where no empty lines separate documents: neighbours are alike
+_PART = 50  # lines, at most, held out together where no empty lines separate documents: neighbours are alike
 _LEAST = 2 * _PART + 1  # lines
 
 
@@ -48,13 +48,13 @@ TABLE: dict[Hardware, tuple[Choice, ...]] = {
             Choice(math.inf, 32_000, 1024, 16, 16, 512, 65536, 0.1, 6e-4, 3, (20_000, 200_000)))}
 
 
-def _parts(text: str, apart: bool) -> Iterator[list[str]]:
-    """The documents of a text, or runs of its lines."""
+def _parts(text: str, apart: bool, size: int) -> Iterator[list[str]]:
+    """The documents of a text, or runs of so many of its lines."""
     part: list[str] = []
     for line in read_documents([Path(text)], apart):
         if line.text is not None:
             part.append(line.text)
-        if line.text is None or (not apart and len(part) == _PART):
+        if line.text is None or (not apart and len(part) == size):
             yield part
             part = []
     if part:
@@ -77,14 +77,16 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
     if len(lines) < _LEAST:
         raise UserError(f"{text} has {len(lines)} lines, from which nothing can be held out; give {_LEAST} or more")
     apart = 0 < sum(not line for line in lines) < len(lines) / 2 and bool(lines[0])
-    for number, (above, line) in enumerate(pairwise(lines), 2):
+    for number, (above, line) in enumerate(itertools.pairwise(lines), 2):
         if apart and not above and not line:
             raise UserError(f"{text}, line {number}: two empty lines follow each other, but one separates documents; "
                             "leave one of them")
-    parts = list(_parts(text, apart))
+    size = min(_PART, len(lines) // 20)
+    parts = list(_parts(text, apart, size))
     if len(parts) < 3:
         raise UserError(f"{text} has {len(parts)} documents, too few to hold some out; give more text")
     words = dict.fromkeys(("train", "valid", "test"), 0)
+    learned: list[str] = []  # lines that a vocabulary is tried on
     with folders.whole_folder(folder, TEXTS) as place:
         with ExitStack() as opened:
             files = {name: opened.enter_context(open(place / f"{name}.txt", "w", encoding="utf-8")) for name in words}
@@ -99,9 +101,13 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
                     name = ("valid", "test", "train")[number]
                 files[name].write("\n".join(part) + ("\n\n" if apart else "\n"))
                 words[name] += sum(len(line.split()) + 1 for line in part)
+                if name == "train" and len(learned) < SAMPLE:
+                    learned += filter(None, itertools.chain.from_iterable(map(shorter, part)))
         kind, precision, description = machine(hardware)
         row = next(row for row in TABLE[kind] if words["train"] <= row.words)
         pieces = 1.4 * words["train"]
+        _, vocab = fitting_vocabulary(learned, "unigram", row.vocab)
+        held = f"{words['valid'] / sum(words.values()):.1%} of it"
         updates = round(min(max(row.passes * pieces / row.tokens, row.updates[0]), row.updates[1]))
         engine = "ds_config: null # plain PyTorch"
         if precision != "fp32":
@@ -117,14 +123,14 @@ task: language_model # a decoder by itself
 data: # {words['train']:,} words to train on, {words['valid']:,} and {words['test']:,} held out
   folder: data/{file.stem}/prepared # what deepnmt prepare writes
   train: {folder}/train.txt # the text, less what is held out
-  valid: {folder}/valid.txt # some 1.6 % of it, {'whole documents' if apart else f'runs of {_PART} lines'}
-  test: {{test: {folder}/test.txt}} # as much again
+  valid: {folder}/valid.txt # {held}, {'whole documents' if apart else f'runs of {size} lines'}
+  test: {{test: {folder}/test.txt}} # about as much
   documents: {str(apart).lower()} # {'empty lines separate documents' if apart else 'one stream'}
   block: {row.block} # tokens of a sequence
 
 vocab: # a SentencePiece vocabulary
   kind: unigram # its ids are ranks, as adaptive softmax would need
-  size: {row.vocab} # for a text of this size
+  size: {vocab} # for a text of this size
 
 batch: # micro-batches
   tokens: {row.tokens} # {row.tokens // row.block} blocks

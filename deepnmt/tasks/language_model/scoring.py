@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from deepnmt.checkpoint.checkpoint import require_model
 from deepnmt.config import Model, Recipe
+from deepnmt.data.prepared import REMEDY
 from deepnmt.data.tables import is_whole
 from deepnmt.data.text import read_lines
 from deepnmt.decode.formats import open_output
 from deepnmt.decode.translate import check_files
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import file_beside, recipe_of_run, require_different
-from deepnmt.files import make_parent_folder, make_run_folder, reporting, table, write_json
+from deepnmt.files import make_parent_folder, make_run_folder, reporting, sha256, table, write_json
 from deepnmt.model.loss import perplexity
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status
 from deepnmt.tasks.language_model.model import Loaded, continue_text, load, score_stream
+from deepnmt.tasks.language_model.settings import LanguageRecipe
 from deepnmt.tasks.language_model.task import figures
 from deepnmt.tasks.language_model.text import PreparedText, texts_of
 from deepnmt.tokens import EOS
@@ -38,7 +42,8 @@ def evaluate_run(
     checkpoint, context or window a file beside it. Every rank scores a share. Collective.
 
     Raises:
-        UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model.
+        UserError: there is no such test, the context leaves no room, or the text has another vocabulary than the model;
+            or see `_require_prepared`.
     """
     data = PreparedText.open(recipe, texts=False)
     window = texts_of(recipe).block
@@ -56,6 +61,7 @@ def evaluate_run(
         if name not in (*named, "valid"):
             raise UserError(f"--test {name} is not prepared; {data.folder} has {', '.join([*named, 'valid'])}")
     require_different(tests or named)
+    _require_prepared(recipe, data, tests or [*texts_of(recipe).test] or ["valid"])
     if ranks.first:
         make_run_folder(Path(recipe.run))  # before the work
     rows = [("text", "words", "tokens", "perplexity a word", "a token", "bits a byte")]
@@ -85,6 +91,24 @@ def evaluate_run(
                 "texts": scores})
         print_status(f"perplexities are in {file}")
     return table(rows)
+
+
+def _require_prepared(recipe: Recipe, data: PreparedText, names: Sequence[str]) -> None:
+    """Raises `UserError` if a folder was prepared from others of these texts than the recipe names. Another folder than
+    the run's need not have those of the run."""
+    own, files = texts_of(recipe_of_run(recipe)), PreparedText.files(cast(LanguageRecipe, recipe))
+    for name in names:
+        setting = "valid" if name == "valid" else f"test.{name}"
+        asked, its = (text.valid if name == "valid" else text.test.get(name) for text in (texts_of(recipe), own))
+        if asked is None or (asked == its and data.folder != Path(own.folder)):
+            continue
+        inputs = data.manifest["inputs"].get(setting)
+        if inputs is None:
+            raise UserError(f"data.{setting} is not prepared in {data.folder}; choose others with --test, or {REMEDY}")
+        now = [sha256(file) if file.is_file() else None for file in files[setting]]
+        if None not in now and now != [entry["sha256"] for entry in inputs]:
+            raise UserError(f"data.{setting} is another text than {data.folder} was prepared from; restore it, or "
+                            f"{REMEDY}")
 
 
 def score_file(recipe: Recipe, source: str, output: str, pieces: bool, checkpoint: str | None, ranks: Ranks) -> None:

@@ -186,10 +186,10 @@ def _learned(recipe: Recipe, files: Sequence[Path]) -> Iterator[str]:
                 number += 1
                 if number > recipe.vocab.max_sentences:
                     return
-                yield from _parts(text)
+                yield from shorter(text)
 
 
-def _parts(line: str) -> Iterator[str]:
+def shorter(line: str) -> Iterator[str]:
     """A line in parts of whole words that SentencePiece reads."""
     while len(line.encode()) > LEARNED:
         cut = line.rfind(" ", 0, LEARNED // 4)  # a character has at most four bytes

@@ -69,7 +69,7 @@ def features_of(utterance: Utterance, rate: int, max_frames: int, setting: str =
         UserError: there is no such file, it is damaged, has another rate or several channels, or is too short or long.
     """
     if not utterance.file.is_file():
-        raise UserError(f"{utterance.where}: there is no such file; correct the path, which is from the list's folder")
+        raise UserError(f"{utterance.where}: there is no file {utterance.file}; correct the path")
     if utterance.file.suffix == ".npy":
         features = _ready(utterance)
     else:

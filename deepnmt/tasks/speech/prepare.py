@@ -6,13 +6,13 @@
     train.tokens, train.offsets     the transcripts, see `data/arrays.py`; valid likewise
     valid.txt                       the transcripts of the validation
 
-The folder depends on the audio, too.
+The folder depends on the audio, too. `prepare` compares its size, since to read it all takes long.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from deepnmt import folders
 from deepnmt.data.arrays import OFFSET, Side, SideWriter, array_of
+from deepnmt.data.prepared import REMEDY, is_free
 from deepnmt.data.task_folder import SPLITS, PreparedFolder, kind_of_folder, write_vocabulary
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
@@ -66,6 +67,18 @@ class PreparedSpeech(PreparedFolder):
         return {split: _encode(recipe, folder, split, utterances[split], vocab) for split in reversed(SPLITS)}
 
     @classmethod
+    def prepare(cls, recipe: SpeechRecipe, part: str = "") -> Path:  # type: ignore[override]
+        folder = Path(recipe.data.folder)
+        counts = {} if is_free(folder) else cls.open(recipe).manifest["splits"]
+        for split in counts:
+            then = counts[split].get("bytes")  # older folders do not say
+            now = _bytes_of(read_lists(getattr(recipe.data, split), f"data.{split}"))
+            if None not in (then, now) and then != now:
+                raise UserError(f"the audio of data.{split} has {now:,} bytes, but had {then:,} when {folder} was "
+                                f"prepared; restore it, or {REMEDY}")
+        return super().prepare(recipe, part)
+
+    @classmethod
     def describe(cls, recipe: SpeechRecipe, counts: dict[str, int]) -> str:
         return (f"{counts['utterances']:,} utterances, {counts['frames'] / 360_000:.2f} hours, "
                 f"{counts['tokens']:,} tokens")
@@ -86,7 +99,17 @@ def _encode(recipe: SpeechRecipe, folder: Path, split: str, utterances: list[Utt
             offsets.append(offsets[-1] + len(features))
             progress(len(offsets) - 1)
     (folder / f"{split}.frames.offsets").write_bytes(np.array(offsets, OFFSET).tobytes())
-    return {"utterances": len(utterances), "frames": offsets[-1], "tokens": writer.end}
+    counts = {"utterances": len(utterances), "frames": offsets[-1], "tokens": writer.end}
+    size = _bytes_of(utterances)
+    return counts if size is None else {**counts, "bytes": size}
+
+
+def _bytes_of(utterances: Iterable[Utterance]) -> int | None:
+    """The size of their audio; None if a file is not there any more."""
+    try:
+        return sum(utterance.file.stat().st_size for utterance in utterances)
+    except OSError:
+        return None
 
 
 def read_features(

@@ -223,6 +223,28 @@ def test_a_run_resumes_to_the_bit_and_classifies(folder: Path, refused: Refused,
             assert p.shape != theirs[name].shape and bool(p.isfinite().all()), name
 
 
+@pytest.mark.parametrize("setting", ["vocab.model", "train.init_from"])
+def test_a_run_goes_on_without_what_it_began_with(setting: str, folder: Path, tmp_path: Path, refused: Refused) -> None:
+    """It has the vocabulary itself, and neither setting may change."""
+    first = write(folder, train={"updates": 2, "validate_every": 2, "save_every": 2})
+    assert main("train", [first, f"run={tmp_path / 'old'}"]) == 0
+    began = ["vocab.model=null", f"{setting}={tmp_path / 'old'}"]
+    words = [first, f"run={tmp_path / 'new'}", *began]
+    assert main("train", words) == 0
+    (tmp_path / "old").rename(tmp_path / "gone")
+    assert main("train", [*words, "train.updates=4"]) == 0
+    assert setting in refused("train", first, f"run={tmp_path / 'another'}", *began)
+
+
+def test_a_missing_input_is_not_to_be_standard_input(folder: Path, tmp_path: Path, refused: Refused) -> None:
+    """Which `classify` does not read."""
+    file = write(folder, train={"updates": 2, "validate_every": 2, "save_every": 2})
+    assert main("train", [file, f"run={tmp_path}"]) == 0
+    for name in ("-", "none.tsv"):
+        assert refused("classify", str(tmp_path), "--input", name).endswith(
+            f"there is no input file {name}; give one of lines with tabs, or of JSON lines (.jsonl)\n")
+
+
 def test_run_prepares_nothing(folder: Path) -> None:
     file = write(folder, train={"updates": 2, "validate_every": 2, "save_every": 2})
     taken: list[str] = []

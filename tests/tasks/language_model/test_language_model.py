@@ -80,6 +80,20 @@ def test_another_text_is_measured_beside_the_runs_own(trained: Path) -> None:
     assert [file.name for file in run.glob("perplexity*other.json")] == [f"perplexity-{text_name(str(other))}.json"]
 
 
+def test_a_text_that_is_not_prepared_is_not_measured(trained: Path, tmp_path: Path, refused: Refused) -> None:
+    """What was prepared under its name, or all that was, was measured instead. Moved texts, and none, are no others."""
+    file, run, held = str(trained / "lm.yaml"), str(trained / "run"), Path(recipe(trained).data.test["held"].trg[0])
+    valid, other = trained / "valid.txt", tmp_path / "held.txt"
+    assert "data.test.new is not prepared in" in refused("evaluate", run, f"data.test.new={valid}")
+    assert "data.test.held is another text than" in refused("evaluate", run, f"data.test.held={valid}")
+    assert "data.valid is another text than" in refused("evaluate", file, "--test", "valid", f"data.valid={held}")
+    for _ in range(2):  # the first time it is not there
+        assert main("evaluate", [run, f"data.test.held={other}"]) == 0
+        shutil.copy(held, other)
+    assert main("prepare", [file, f"data.folder={tmp_path / 'new'}", f"data.test.held={valid}"]) == 0
+    assert main("evaluate", [run, f"data.folder={tmp_path / 'new'}"]) == 0
+
+
 def test_scores_appear_when_all_are_there(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, scores = tmp_path / "lines.txt", tmp_path / "scores.txt"
     lines.write_text("the dog\n" * 2, encoding="utf-8")
@@ -333,6 +347,22 @@ def test_a_recipe_for_a_text(apart: bool, tmp_path: Path, monkeypatch: pytest.Mo
     assert [words[0] for words in steps] == ["prepare", "train", "average", "evaluate"]
     assert main("new", ["my.yaml", "--text", str(text)]) == 2 and main("new", ["my.txt", "--text", str(text)]) == 2
     assert main("new", ["other.yaml", "--text", str(tmp_path / "none.txt")]) == 2
+
+
+def test_a_recipe_for_a_short_text_can_be_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its vocabulary had more pieces than the text gives, and two runs of 50 lines were held out of 130."""
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path)
+    lines = [line for line in (tmp_path / "train.txt").read_text().splitlines() if line][:130]
+    Path("text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert main("new", ["my.yaml", "--text", "text.txt", "--machine", "cpu"]) == 0
+    assert main("prepare", ["my.yaml"]) == 0
+    made = load_recipe("my.yaml")
+    assert PreparedText.open(made).vocab.size == made.vocab.size < 200
+    assert len(Path("data/my/text/train.txt").read_text().splitlines()) > 100
+    words = [len(Path(f"data/my/text/{name}.txt").read_text().split()) for name in ("valid", "train", "test")]
+    share = float(re.findall(r"valid.txt # ([\d.]+)% of it", Path("my.yaml").read_text())[0])
+    assert share == pytest.approx(100 * words[0] / sum(words), abs=0.5)
 
 
 @pytest.mark.parametrize(("text", "said"), [
