@@ -115,7 +115,7 @@ def whole_folder(target: Path, kind: Kind) -> Iterator[Path]:
     """Makes a folder without a manifest, whose files are written under a temporary name. It gets its own at the end of
     the block, and after an exception there is nothing, nor the folders that were made for it. `target` must not exist.
     Raises `FolderWriteError`."""
-    recover_after_kill(target.parent, glob.escape(target.name))
+    recover(target)
     made = [parent for parent in target.parents if not parent.exists()]
     try:
         with new_folder(target, kind) as temporary, reporting(target, kind):
@@ -261,6 +261,11 @@ def displaced(parent: Path, names: str) -> list[Path]:
     """
     paths = sorted(parent.glob(f".before-{names}-{_HEX}"))
     return [path for path in paths if not os.path.lexists(parent / original_name(path))]
+
+
+def recover(target: Path) -> None:
+    """`recover_after_kill` of this folder alone. Raises `FolderWriteError`."""
+    recover_after_kill(target.parent, glob.escape(target.name))
 
 
 def locate(folder: Path) -> Path:

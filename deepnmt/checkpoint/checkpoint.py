@@ -140,7 +140,7 @@ def check_target(target: Path, what: str, resumes: bool = False) -> Path:
 def write_checkpoint(target: Path, contents: Contents) -> None:
     """Writes a checkpoint folder under any name, replacing one that exists, after cleaning up after a killed write.
     Raises `FolderWriteError`."""
-    folders.recover_after_kill(target.parent, target.name)
+    folders.recover(target)
     groups = {WEIGHTS: contents.weights}
     if contents.moments is not None:
         groups[MOMENTS] = contents.moments

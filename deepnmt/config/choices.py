@@ -83,7 +83,6 @@ class BlockFacts(Choice):
     Attributes:
         profiled: its ω are measured before the first update (`model/admin_profile.py`).
         growable: copies of its layers can begin a deeper stack.
-        foldable: it is LN_i(ω_i ⊙ x + F_i(x)), ω a parameter or DeepNorm's α.
         rewritable: there is a Post-LN model with the same logits (`extras/export/post_ln.py`).
         norm_free: it is x ← x + F_i(x), up to scalars that go into F_i.
         exported_as: what it is for other programs; a `norm_free` one a wider `pre_ln`.
@@ -105,7 +104,6 @@ class BlockFacts(Choice):
 
     profiled: bool = False
     growable: bool = False
-    foldable: bool = False
     rewritable: bool = False
     norm_free: bool = False
     exported_as: Literal["post_ln", "pre_ln", "peri_ln"] | None = None
@@ -144,7 +142,7 @@ BLOCKS = Choices({
         seen="never stuck; 38.4 BLEU at 18L-18L to its end", take="the safe choice; it exports everywhere"),
     "admin": BlockFacts(
         line="x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector", paper="Liu et al. 2020",
-        profiled=True, growable=True, foldable=True, rewritable=True, made_for_depth=True,
+        profiled=True, growable=True, rewritable=True, made_for_depth=True,
         advice="Admin trains at any depth without other settings",
         family=_POST, start="ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]), measured in place by a profile",
         cost="KD; a profile before training", claim="29.03 BLEU at 18L-18L, 43.80 at 60L-12L En-Fr",
@@ -152,7 +150,7 @@ BLOCKS = Choices({
         take="12L to 60L"),
     "admin_closed_form": BlockFacts(
         line="as `admin`", paper="Liu, the package admin-torch", options=("output_change",),
-        foldable=True, rewritable=True, published=True,
+        rewritable=True, published=True,
         family=_POST, start="ω = sqrt((n+1)/ln(n+1) − 1), n = KL", cost="KD", claim="as Admin, without a profile",
         seen="4.59 nats after 300 updates", take="Admin without a profile"),
     "b2t": BlockFacts(
@@ -168,7 +166,7 @@ BLOCKS = Choices({
         take="its own question"),
     "deepnorm": BlockFacts(
         line="x ← LN_i(αx + F_i(x))", paper="Wang et al. 2022",
-        growable=True, foldable=True, rewritable=True, made_for_depth=True, fused_qkv=False, published=True,
+        growable=True, rewritable=True, made_for_depth=True, fused_qkv=False, published=True,
         family=_POST,
         start=("v, out, fc1, fc2 × β, q, k × 1; encoder α = 0.81(N⁴M)^(1/16), β = 0.87(N⁴M)^(-1/16); "
               "decoder α = (3M)^(1/4), β = (12M)^(-1/4)"),

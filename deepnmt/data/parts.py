@@ -15,7 +15,6 @@ billion. Hashes are sorted in each unit and merged in ranges of values, so that 
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import itertools
 import json
@@ -58,6 +57,7 @@ from deepnmt.data.prepared import (
     PreparedData,
     check_vocabularies,
     corpora,
+    is_free,
     prepared_settings,
     publish,
     tags_of,
@@ -145,7 +145,7 @@ def name_of(unit: Unit) -> str:
 
 
 def parts_folder(target: Path) -> Path:
-    """Where the steps leave what they have done, until the data are complete."""
+    """Where the steps leave what they have done, until `target` is complete."""
     return target.with_name(f"{target.name}.parts")
 
 
@@ -186,7 +186,7 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         if missing:
             return f"{len(missing)} of {len(units)} units are not read yet, {name_of(missing[0])} among them"
         with _alone(folder):
-            if not _has_files(target) and not (folder / "joined.json").exists():  # else another process was faster
+            if is_free(target) and not (folder / "joined.json").exists():  # else another process was faster
                 join(work, units)
 
         run(work, _without(units, work.shard), encode_unit)
@@ -194,15 +194,11 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         if missing:
             return f"{len(missing)} of {len(units)} units are not encoded yet, {name_of(missing[0])} among them"
         with _alone(folder):
-            if not _has_files(target):
-                folders.recover_after_kill(target.parent, glob.escape(target.name))
+            if is_free(target):
+                folders.recover(target)
                 finish(work, units, target)
                 shutil.rmtree(folder, ignore_errors=True)
     return ""
-
-
-def _has_files(folder: Path) -> bool:
-    return folder.exists() and any(folder.iterdir())
 
 
 def _without(units: Sequence[Unit], result: Callable[[Unit], Path]) -> list[Unit]:

@@ -7,7 +7,6 @@ nor `recipe.seed` changes a byte, so that runs with several seeds share one fold
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +69,7 @@ from deepnmt.data.vocab import given_vocabularies
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
-from deepnmt.folders import new_folder, recover_after_kill, reporting
+from deepnmt.folders import new_folder, recover, reporting
 from deepnmt.progress import print_status
 
 
@@ -113,7 +112,7 @@ def prepare(recipe: Recipe, part: Part = WHOLE) -> Path:
         raise UserError(f"--part prepares part {part.number} of {part.total}, but data.shard_pairs is 0, so that the "
                         "text is one piece; set data.shard_pairs, for example to 1000000")
     with reporting(folder, KIND), only_one_process(target):
-        recover_after_kill(target.parent, glob.escape(target.name))
+        recover(target)
         with new_folder(target, KIND) as temporary:
             with _unchanged(texts) as inputs:
                 _warn_of_trained(recipe, inputs)

@@ -9,7 +9,6 @@ A task says in a subclass of `PreparedFolder` what else is in it. The folder dep
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -147,7 +146,7 @@ class PreparedFolder:
             return folder
         target = Path(os.path.realpath(folder))
         with folders.reporting(folder, cls.kind), only_one_process(target):
-            folders.recover_after_kill(target.parent, glob.escape(target.name))
+            folders.recover(target)
             with folders.new_folder(target, cls.kind) as temporary:
                 splits = cls.write(recipe, temporary)
                 if inputs_of(cls.files(recipe)) != inputs:

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from filelock import FileLock
 
-from deepnmt.data.parts import WHOLE, Part
+from deepnmt.data.parts import WHOLE, Part, parts_folder
 from deepnmt.decode.formats import open_output
 from deepnmt.errors import UserError
 from deepnmt.files import reporting, write_bytes, write_json
@@ -38,11 +38,6 @@ Outputs = Iterable[Sequence[str]]  # of each line, what goes into each output; n
 _FACTS = "journal.json"
 _KIND = Kind("journal", (), "delete the folder to have all translated anew", "", _FACTS)
 _NAME = re.compile(r"(\d{8,})\.(\d)\.([0-9a-f]{32})\.([0-9a-f]{32})")
-
-
-def parts_folder(output: Path) -> Path:
-    """Where the chunks are until the output is complete."""
-    return output.with_name(f"{output.name}.parts")
 
 
 class Direct:

@@ -60,10 +60,22 @@ def load_models(
     folders: Folders, settings: config.Translate, ranks: Ranks, expected: config.Model | None = None,
     alone: bool = False,
 ) -> Models:
-    """Loads one model or several; raises `UserError` if vocabularies differ, and see `load_for_search`."""
+    """Loads one model or several, in the precision and on the device of a search; rank 0 warns of outdated averages.
+
+    Raises:
+        UserError: see `load_model`; a model is not the one `expected`; or vocabularies differ.
+    """
     if isinstance(folders, (str, Path)):
         folders = [folders]
-    members = [load_for_search(Path(folder), settings, ranks, expected, alone) for folder in folders]
+    members = []
+    for folder in folders:
+        loaded = load_model(Path(folder), alone=alone)
+        require_model(loaded.folder, expected)
+        if ranks.first:
+            warn_if_outdated(loaded.folder)
+        if settings.backend == "torch":
+            pack(cast_weights(loaded.model, settings.precision).to(ranks.device))
+        members.append(loaded)
     first = members[0]
     if settings.backend != "torch":
         if members[1:]:
@@ -76,23 +88,6 @@ def load_models(
                 raise UserError(f"{other.folder} has another {side} vocabulary than {first.folder}; an ensemble needs "
                                 "models of one vocabulary, trained on data that were prepared with the same one")
     return Models(members, settings.ensemble)
-
-
-def load_for_search(
-    folder: Path, settings: config.Translate, ranks: Ranks, expected: config.Model | None, alone: bool = False
-) -> LoadedModel:
-    """Loads a model in the precision and on the device of a search; rank 0 warns of an outdated average.
-
-    Raises:
-        UserError: see `load_model`; the model is not the one `expected`.
-    """
-    loaded = load_model(folder, alone=alone)
-    require_model(loaded.folder, expected)
-    if ranks.first:
-        warn_if_outdated(loaded.folder)
-    if settings.backend == "torch":
-        pack(cast_weights(loaded.model, settings.precision).to(ranks.device))
-    return loaded
 
 
 def load_searcher(loaded: LoadedModel, settings: config.Translate, device: torch.device | str) -> Searcher:

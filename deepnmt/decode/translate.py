@@ -26,13 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 from deepnmt import config
 from deepnmt.config.choices import FORMATS, SEARCHES
 from deepnmt.config.fields import either
-from deepnmt.data.parts import WHOLE, Part
+from deepnmt.data.parts import WHOLE, Part, parts_folder
 from deepnmt.data.text import arriving_lines, read_lines, side_by_side
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode import sharing
 from deepnmt.decode.align import Links, align, alignment_layer, pharaoh
 from deepnmt.decode.formats import WRITERS, open_output
-from deepnmt.decode.journal import open_outputs, parts_folder
+from deepnmt.decode.journal import open_outputs
 from deepnmt.decode.mbr import chrf, expected_chrf
 from deepnmt.decode.models import Folders, Models, load_models, longest_source, longest_translation, max_length
 from deepnmt.decode.next_tokens import LengthPenalty, Rules

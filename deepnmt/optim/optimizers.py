@@ -48,14 +48,12 @@ def _sgd(groups: Groups, settings: config.Optimizer, fused: bool) -> torch.optim
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused or None)
 
 
-def _adam(groups: Groups, settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
+def _adam(
+    groups: Groups, settings: config.Optimizer, fused: bool,
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+) -> torch.optim.Optimizer:
     beta1, beta2 = settings.betas
-    return torch.optim.Adam(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
-
-
-def _adamw(groups: Groups, settings: config.Optimizer, fused: bool) -> torch.optim.Optimizer:
-    beta1, beta2 = settings.betas
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
+    return kind(groups, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps, fused=fused or None)
 
 
 def _radam(groups: Groups, settings: config.Optimizer, fused: bool, decoupled: bool = False) -> torch.optim.Optimizer:
@@ -81,14 +79,12 @@ class MuonAndAdam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": settings.lr})
         matrices = [group for group in self.param_groups if group["muon"]]
         rest = [group for group in self.param_groups if not group["muon"]]
-        beta1, beta2 = settings.betas
         self.parts: list[torch.optim.Optimizer] = []  # their groups are those of this one, rates included
         if matrices:
             self.parts.append(torch.optim.Muon(matrices, lr=settings.lr, momentum=settings.momentum,
                                                adjust_lr_fn="match_rms_adamw"))
         if rest:
-            self.parts.append(torch.optim.AdamW(rest, lr=settings.lr, betas=(beta1, beta2), eps=settings.eps,
-                                                fused=fused or None))
+            self.parts.append(_adam(rest, settings, fused, torch.optim.AdamW))
             self.parts[-1].state = self.state
 
     @torch.no_grad()
@@ -108,7 +104,7 @@ class MuonAndAdam(torch.optim.Optimizer):
 
 OPTIMIZERS: dict[str, Callable[[Groups, config.Optimizer, bool], torch.optim.Optimizer]] = {
     "adam": _adam,
-    "adamw": _adamw,
+    "adamw": partial(_adam, kind=torch.optim.AdamW),
     "radam": _radam,
     "radamw": partial(_radam, decoupled=True),
     "sgd": _sgd,

@@ -318,8 +318,12 @@ def test_recovery_touches_no_other_folders(tmp_path: Path) -> None:
                  ".before-update-00000010-0badc0de", ".before-mean-0badc0de"):
         (tmp_path / name).mkdir()
     folders.recover_after_kill(tmp_path, "update-*")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".before-mean-0badc0de", ".trash-mine",
-                                                                "update-00000010"]
+    kept = [".before-mean-0badc0de", ".trash-mine", "update-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    for name in (".tmp-mean[1]-0badc0de", ".tmp-mean1-0badc0de"):
+        (tmp_path / name).mkdir()
+    folders.recover(tmp_path / "mean[1]")  # no pattern
+    assert sorted(path.name for path in tmp_path.iterdir()) == [kept[0], ".tmp-mean1-0badc0de", *kept[1:]]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -409,7 +413,7 @@ def test_a_foreign_recipe_builds_nothing_that_the_weights_do_not_hold(
     ({"loss_scale": {"scale": 0, "clean": 1}}, "loss_scale.scale: "), ({"extra": [1]}, "extra: "),
     ({"extra": {"validations": [[]]}}, "extra.validations.0: "), ({"more": 1}, "more: Extra inputs are not permitted"),
     ({"extra": {"validations": [{"update": 1, "value": None}]}}, "extra.validations.0.value: "),
-    ({"extra": {"processes": 0}}, "extra.processes: "),
+    ({"extra": {"processes": 0}}, "extra.processes: "), ({"extra": {"stages": [[1]]}}, "extra.stages.0: "),
     ({"extra": {"interval": {"loss": "x"}}}, "extra.interval.loss: "),
 ])
 def test_a_state_of_wrong_types(run: Path, changes: dict[str, object], words: str) -> None:

@@ -42,7 +42,6 @@ def test_the_rows_of_blocks_say_what_the_classes_do() -> None:
         row = choices.BLOCKS[name]
         assert row.profiled == block.profiled
         assert row.gated == (block.feed_forward in (sublayers.FeedForward, sublayers.NormedFeedForward))
-        assert row.rewritable or not row.foldable
 
 
 def test_the_rows_of_activations_say_what_the_functions_do() -> None:

@@ -10,7 +10,6 @@ which prefers few pieces to long first ones, so that some words are segmented ot
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -82,7 +81,7 @@ def export_bert(recipe: Recipe, checkpoint: str | None, output: str | None) -> s
     _require_bert(trained)
     check_ramp(source, trained.model, load_state(source).update)
     assert isinstance(trained, EncoderRecipe)
-    folders.recover_after_kill(place.parent, glob.escape(place.name))
+    folders.recover(place)
     with folders.new_folder(place, KIND) as temporary:
         with folders.reporting(place, KIND):
             save_file(to_bert(dict(model.named_parameters()), trained.model), temporary / "model.safetensors",

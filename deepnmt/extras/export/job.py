@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -99,7 +98,7 @@ def export_run(
         print_status(f"comparing with deepnmt on {len(pairs):,} lines")
         return compare(own, target.engine(loaded, at, form), loaded.vocabs, pairs, longest, lang)
 
-    folders.recover_after_kill(place.parent, glob.escape(place.name))
+    folders.recover(place)
     with folders.new_folder(place, KIND) as temporary:
         proof = write_and_compare(temporary, "fp32")
         faults = list(proof.faults())

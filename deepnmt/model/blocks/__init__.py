@@ -148,7 +148,7 @@ def say_facts(blocks: Mapping[str, type[Block]]) -> None:
 
 say_facts(BLOCKS)
 
-FOLDED = "post_ln"  # the block that a foldable one can be rewritten as
+FOLDED = "post_ln"  # the block that a rewritable one becomes
 
 
 def profiled_sublayers(model: config.Model, side: Side) -> list[str]:

@@ -263,7 +263,7 @@ class Block(nn.Module):
 
     @classmethod
     def fixed_omega(cls, position: LayerPosition) -> float | None:
-        """ω of all sub-layers of a `foldable` block's stack, if it is a constant and no parameter."""
+        """ω of all sub-layers of the stack, if it is a constant and no parameter."""
         return None
 
     @classmethod
