@@ -48,13 +48,13 @@ def recipe(layout: str, world: int, encoder: str, decoder: str, settings: dict[s
 
 
 def trial(folder: str, layout: str, first: str = "0") -> None:
-    """Runs on each rank: losses and gradient norms of three updates for each pair from this one on."""
+    """Runs on each rank: losses and gradient norms of two updates for each pair from this one on."""
     with processes(threads=1, group=True) as ranks:
         traces = []
         for pair in PAIRS[int(first):]:
             made = recipe(layout, ranks.world, *pair)
             engine = start_engine(made, layout_of(made, ranks.world), (VOCAB, VOCAB), ranks)
-            traces.append([step(engine, batches(update, MICRO_BATCHES), ranks)[:2] for update in range(3)])
+            traces.append([step(engine, batches(update, MICRO_BATCHES), ranks)[:2] for update in range(2)])
             engine.close()
         if ranks.first:
             Path(folder, f"{layout}.json").write_text(json.dumps(traces), encoding="utf-8")

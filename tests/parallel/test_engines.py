@@ -2,7 +2,7 @@
 all five blocks, and can be restored from its state.
 
 After a first update Adam's first moment is (1 - β1) times the clipped gradient, so the exported moments are compared.
-Eight updates a day; twenty if DEEPNMT_LONG is set.
+Five updates a day; twenty if DEEPNMT_LONG is set.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
-UPDATES, MICRO_BATCHES = (20 if LONG else 8), 4
-SAVED, RESUMED = 2, 5  # the update after which the state is saved, and the last update of the engine restored from it
+UPDATES, MICRO_BATCHES = (20 if LONG else 5), 4
+SAVED, RESUMED = 2, 4  # the update after which the state is saved, and the last update of the engine restored from it
 BLOCKS = [("admin", "b2t"), ("post_ln", "pre_ln"), ("deepnorm", "admin")]
 
 

@@ -25,9 +25,9 @@ def trial(precision: str) -> None:
 
 
 def updates(layout: str, clip: float, ranks: Ranks) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses and norms of three updates, and the weights after them."""
+    """Losses and norms of two updates, and the weights after them."""
     engine = build(recipe_of(layout, 2, clip=clip), ranks)
-    trace = [step(engine, batches(update, 4), ranks) for update in range(3)]
+    trace = [step(engine, batches(update, 4), ranks) for update in range(2)]
     weights = {state.name: state.weight for state in export_state(engine)}
     engine.close()
     return [loss for loss, *_ in trace], [norm for _, norm, *_ in trace], weights

@@ -1,4 +1,5 @@
-"""Whatever ends the `deepspeed` command or its launch.py, no process trains on unseen."""
+"""Whatever ends the `deepspeed` command or its launch.py, no process trains on unseen. What it trains has the losses of
+processes that need no launcher."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from installed import environment
+from run_files import losses
+from warm import Warm
 
 import deepnmt
 from deepnmt.checkpoint.checkpoint import list_checkpoints
@@ -93,10 +96,12 @@ def test_every_end_of_the_launcher_reaches_the_processes(
 
 
 def test_training_saves_when_the_deepspeed_command_is_killed(
-        start: Callable[..., psutil.Popen], prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = tmp_path / "run"
-    runner = start("--module", "deepnmt", "train", str(prepared / "recipe.yaml"), f"run={run}", "train.updates=100000",
-                   "train.validate_every=100000", "train.save_every=100000", "parallel.ds_config=ds_configs/zero1.json")
+        start: Callable[..., psutil.Popen], prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+        warm: Warm) -> None:
+    run, forked = tmp_path / "run", tmp_path / "forked"
+    words = [str(prepared / "recipe.yaml"), "train.validate_every=100000", "train.save_every=100000",
+             "parallel.ds_config=ds_configs/zero1.json"]
+    runner = start("--module", "deepnmt", "train", *words, f"run={run}", "train.updates=100000")
     wait_for(lambda: "update 3/" in (tmp_path / "said").read_text(), 200, "no update")
     assert main("status", [str(run)]) == 3
     everything = runner.children(recursive=True)
@@ -109,3 +114,6 @@ def test_training_saves_when_the_deepspeed_command_is_killed(
     (saved,) = list_checkpoints(run / "checkpoints")
     assert saved.name == f"update-{said['update']:08d}" and said["update"] >= 3
     assert "was stopped because the deepspeed command has ended" in capsys.readouterr().out
+    warm.run(2, "warm:train", *words, f"run={forked}", "train.updates=3", "train.valid_bleu=false")
+    found, expected = losses(run), losses(forked)
+    assert len(expected) == 3 and expected == {update: found[update] for update in expected}

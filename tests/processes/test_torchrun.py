@@ -1,7 +1,7 @@
-"""Training under torchrun reaches the losses of the `deepspeed` command; both have the variables of a new shell.
+"""Training under torchrun, with the variables of a new shell, has the losses of processes that need no launcher.
 
-Here the processes meet by c10d. At a fixed port they train in tests/cli/test_help.py; that processes meet there, and
-with --standalone, is in test_process_group.py.
+Those of the `deepspeed` command are compared in test_launcher.py. Here the processes meet by c10d. At a fixed port they
+train in tests/cli/test_help.py; that processes meet there, and with --standalone, is in test_process_group.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from installed import environment
 from run_files import losses
 from warm import Warm
@@ -18,7 +19,6 @@ import deepnmt
 from deepnmt.processes.process_group import free_port
 
 BIN, ROOT = Path(sys.executable).parent, Path(deepnmt.__file__).parents[1]
-DEEPSPEED = ["deepspeed", "--quiet", "--num_accelerators", "2", "--master_port", "{port}", "--module", "deepnmt"]
 TORCHRUN = ["torchrun", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:{port}",
             "--rdzv_id", "run", "-m", "deepnmt"]
 SETTINGS = ["parallel.ds_config=ds_configs/zero1.json", "train.updates=6", "train.validate_every=100",
@@ -36,12 +36,9 @@ def train(launcher: list[str], prepared: Path, run: Path) -> dict[int, float]:
     return losses(run)
 
 
-def test_losses(prepared: Path, tmp_path: Path) -> None:
-    expected, found = (train(launcher, prepared, tmp_path / launcher[0]) for launcher in (DEEPSPEED, TORCHRUN))
-    assert len(found) == 6 and found == expected
-
-
-def test_one_process_needs_no_launcher(prepared: Path, tmp_path: Path, warm: Warm) -> None:
-    found = train(["python", "-m", "deepnmt"], prepared, tmp_path / "run")
-    warm.run(1, "warm:train", prepared / "recipe.yaml", f"run={tmp_path / 'forked'}", *SETTINGS)
+@pytest.mark.parametrize(("launcher", "world"), [(TORCHRUN, 2), (["python", "-m", "deepnmt"], 1)],
+                         ids=["torchrun", "one process needs none"])
+def test_losses(launcher: list[str], world: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
+    found = train(launcher, prepared, tmp_path / "run")
+    warm.run(world, "warm:train", prepared / "recipe.yaml", f"run={tmp_path / 'forked'}", *SETTINGS)
     assert len(found) == 6 and found == losses(tmp_path / "forked")

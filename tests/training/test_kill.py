@@ -3,7 +3,7 @@
 One run, with frozen parts and a running average of its weights, is killed again and again until it ends, in each
 layout; every loss, every validation, the final weights, moments and averages equal, bit for bit, those of an
 uninterrupted run. Several processes save in shards; in tests/checkpoint/test_faults_of_saves.py each of them is killed
-at every write. Three moments of 24 updates in each layout; seven of 60 if DEEPNMT_LONG is set. Then the run is killed
+at every write. Three moments of 16 updates in each layout; seven of 60 if DEEPNMT_LONG is set. Then the run is killed
 before every second of the first 30 changes of files after a start, with the local engine; if DEEPNMT_LONG is set,
 before every one, and in the other layouts too.
 """
@@ -28,16 +28,15 @@ from warm import Warm, train
 from deepnmt.checkpoint.checkpoint import moments_in, newest_checkpoint, update_of, weights_in
 from deepnmt.processes import heartbeat
 
-UPDATES, SAVE_EVERY, VALIDATE_EVERY = (60 if os.environ.get("DEEPNMT_LONG") else 24), 4, 7
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
-KILLS = 7 if LONG else 3
+UPDATES, SAVE_EVERY, VALIDATE_EVERY, KILLS = (60, 4, 7, 7) if LONG else (16, 3, 4, 3)
 # name: processes, layout, pipeline stages, settings. A new layout is one more row.
 LAYOUTS: dict[str, tuple[int, str, int, tuple[str, ...]]] = {
     "local": (1, "local", 0, ()),
     "zero1-2": (2, "zero1_fp32", 0, ()),
     "zero3-2": (2, "zero3_fp32", 0, ()),
     # a pipeline, in which several streams have shares that grow with the updates
-    "streams": (2, "zero1_fp32", 2, ("model.encoder.block=siamese", "model.decoder.block=mhc", "model.decoder.ramp=9")),
+    "streams": (2, "zero1_fp32", 2, ("model.encoder.block=siamese", "model.decoder.block=mhc", "model.decoder.ramp=6")),
 }
 
 
@@ -80,7 +79,7 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
                f"train.checkpoint_form={'shards' if world > 1 else 'auto'}", f"train.save_every={SAVE_EVERY}",
                f"train.validate_every={VALIDATE_EVERY}", "train.keep_last=2", "train.ema=0.9",
                "train.freeze=[encoder.layers.0]", "optimizer.lr_factors={decoder: 0.5}",
-               "optimizer.lr_factors_until=9")
+               "optimizer.lr_factors_until=6")
     warm.train(world, recipe, f"run={whole}", *options)
     assert warm.wait() == [0] * world, warm.said()
     seed = time.time_ns()
@@ -89,7 +88,7 @@ def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, w
     kinds = [(heartbeat.UPDATE, heartbeat.VALIDATION, heartbeat.SAVE)[number % 3] for number in range(KILLS)]
     draw.shuffle(kinds)
     for number, kind in enumerate(kinds):
-        goal = 1 + number * (UPDATES - 12) // KILLS + draw.randrange(4)
+        goal = 1 + number * (UPDATES - 8) // KILLS + draw.randrange(3)
         there = (broken / "checkpoints").exists()
         saved = newest_checkpoint(broken / "checkpoints", lambda why: None) if there else None
         done = 0 if saved is None else update_of(saved)

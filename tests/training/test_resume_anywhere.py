@@ -1,7 +1,7 @@
 """A run saved under any layout resumes under any other as if the layout had never changed.
 
 Every layout resumes from its own state and from that of the layout before it in the table; if DEEPNMT_LONG is set, from
-those of all ten, and for 20 updates instead of 4. The states are checkpoints in shards, written while the updates after
+those of all ten, and for 20 updates instead of 3. The states are checkpoints in shards, written while the updates after
 them are made; each process reads no more than it keeps.
 """
 
@@ -40,7 +40,7 @@ LAYOUTS = {
     "pipeline-2-zero0": (2, "zero0_fp32", 2),
 }
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
-MICRO_BATCHES, SAVED, MORE = 4, (6 if LONG else 3), (20 if LONG else 4)
+MICRO_BATCHES, SAVED, MORE = 4, (6 if LONG else 2), (20 if LONG else 3)
 
 
 def sources_of(target: str) -> list[str]:

@@ -102,7 +102,7 @@ def with_links(batch: Batch) -> Batch:
 
 
 def trial(folder: str, layout: str) -> None:
-    """Runs on each rank: losses, gradient norms and the loss of alignment of three updates."""
+    """Runs on each rank: losses, gradient norms and the loss of alignment of two updates."""
     with processes(threads=1, group=True) as ranks:
         recipe = recipe_with(
             batch={"accumulation": 4 // ranks.world},
@@ -113,7 +113,7 @@ def trial(folder: str, layout: str) -> None:
             train={"updates": 10, "guided_alignment": 0.5, "guided_layer": 1},
             parallel={**parallel(layout), "recompute_layers": 2 if "zero3" in layout else 0})
         engine, found = start_engine(recipe, layout_of(recipe, ranks.world), (VOCAB, VOCAB), ranks), []
-        for update in range(3):
+        for update in range(2):
             plan = [with_links(batch) for batch in batches(update, 4)]
             found.append([*step(engine, plan, ranks)[:2]])
             engine.evaluate(batches(update, 1))  # ZeRO-3 has another course of modules then
@@ -138,5 +138,5 @@ def test_a_layout_equals_the_local_engine(
 ) -> None:
     warm.run(2, "test_guided_alignment:trial", tmp_path, layout)
     ours = torch.tensor(json.loads((tmp_path / f"{layout}.json").read_text()))
-    assert float(ours[3, 0]) > 0
+    assert float(ours[2, 0]) > 0
     torch.testing.assert_close(ours, local, rtol=tolerance, atol=0)
