@@ -166,7 +166,7 @@ def test_a_failed_write_is_told_and_the_next_one_tried(
 @pytest.mark.parametrize("stop_in", [0, 3])
 def test_no_space_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_in: int) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(FolderWriteError, match=r"cannot be written: .*the same command then resumes from"):
+    with pytest.raises(FolderWriteError, match=r"cannot be written: .*the same command then begins anew"):
         attempt(prepared, tmp_path, stop_in, "train.save_every=2")
     events = " ".join(message for message, in log(tmp_path, "event", "message"))
     assert "checkpoint not written, training continues (1 of 3 in a row, then the run ends)" in events
