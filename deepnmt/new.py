@@ -43,7 +43,7 @@ class Choice:
         rate: peak learning rate.
         encoder_rate: share of it that the encoder's layers take in the first quarter of the updates. At the whole rate
             an encoder with norms collapses then, the sooner the deeper it is; kept to the end, the share cost Admin
-            1.2 BLEU (studies/results/collapse.md).
+            1.1 to 1.5 BLEU (studies/results/collapse.md).
         tokens: of a micro-batch and side.
         updates: at least and at most; between them the epochs decide.
     """
