@@ -94,19 +94,22 @@ def evaluate_run(
 
 
 def _require_prepared(recipe: Recipe, data: PreparedText, names: Sequence[str]) -> None:
-    """Raises `UserError` if a folder was prepared from others of these texts than the recipe names. Another folder than
-    the run's need not have those of the run."""
-    own, files = texts_of(recipe_of_run(recipe)), PreparedText.files(cast(LanguageRecipe, recipe))
+    """Raises `UserError` if a folder was prepared from others of these texts than the recipe names."""
+    text, of_run = texts_of(recipe), texts_of(recipe_of_run(recipe))
+    files = PreparedText.files(cast(LanguageRecipe, recipe))
     for name in names:
         setting = "valid" if name == "valid" else f"test.{name}"
-        asked, its = (text.valid if name == "valid" else text.test.get(name) for text in (texts_of(recipe), own))
-        if asked is None or (asked == its and data.folder != Path(own.folder)):
+        asked, before = ({**texts.test, "valid": texts.valid}.get(name) for texts in (text, of_run))
+        if asked is None:  # only the folder has it
+            continue
+        if asked == before and data.folder != Path(of_run.folder):  # a folder that need not have the run's texts
             continue
         inputs = data.manifest["inputs"].get(setting)
         if inputs is None:
             raise UserError(f"data.{setting} is not prepared in {data.folder}; choose others with --test, or {REMEDY}")
-        now = [sha256(file) if file.is_file() else None for file in files[setting]]
-        if None not in now and now != [entry["sha256"] for entry in inputs]:
+        if not all(file.is_file() for file in files[setting]):  # what was prepared may go
+            continue
+        if [sha256(file) for file in files[setting]] != [entry["sha256"] for entry in inputs]:
             raise UserError(f"data.{setting} is another text than {data.folder} was prepared from; restore it, or "
                             f"{REMEDY}")
 
