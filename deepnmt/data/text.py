@@ -22,7 +22,7 @@ from typing import BinaryIO
 from xopen import xopen
 
 from deepnmt.config import Cleaning, Corpus
-from deepnmt.data.tables import COMPRESSED, Columns, Pair, Row, by_rows, count_rows, read_table
+from deepnmt.data.tables import COMPRESSED, Columns, Pair, Row, by_rows, count_rows, kind_of, read_table
 from deepnmt.errors import UserError
 
 Line = tuple[str, int, str]  # its file, its number there, from 1, and its text
@@ -148,8 +148,7 @@ def _sentence(line: bytes, number: int, name: str) -> str:
 
 def ending(file: str) -> str:
     """What a file's name ends in, such as `de`, packed or not."""
-    path = Path(file)
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.removeprefix(".")
+    return kind_of(Path(file)).removeprefix(".")
 
 
 def corpora_of(text: Corpus) -> dict[str, Corpus]:

@@ -145,10 +145,9 @@ class Initialiser:
 
         depth_scaled = stack.init == "depth_scaled" or (stack.init in ("auto", "published") and block.depth_scaled)
         scale = position.depth**-0.5 if depth_scaled else 1.0
-        separate = stack.init == "xavier_separate"
         weight = torch.empty(rows, columns)
         for part, matrix in zip(weight.chunk(len(matrices)), matrices, strict=True):
-            gain = block.matrix_gain(position, matrix, separate) * scale
+            gain = block.matrix_gain(position, matrix) * scale
             gain *= block.sublayer_gain(position, rest[1], matrix)
             if stack.init == "fairseq" and matrix in ("fc1", "fc2") and block.feed_forward.copies == 1:
                 part.uniform_(-gain * columns**-0.5, gain * columns**-0.5, generator=generator)

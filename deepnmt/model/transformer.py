@@ -271,15 +271,15 @@ class Transformer(nn.Module):
     def start_alone(self, sentences: int, max_steps: int, beams: int = 1) -> Cache:
         """The cache to continue texts without an encoder with K = `beams` hypotheses each, for at most `max_steps`
         steps. Raises ValueError if those exceed `model.max_length`."""
-        self._require_room(max_steps)
-        layers, (width, heads, _) = len(self.decoder_layers), self.shape
-        past = self.output_weight.new_empty(layers, 2, sentences, heads, max_steps * beams, width // heads)
-        return Cache(past, [], None, beams)
+        return Cache(self._room(sentences, max_steps, beams), [], None, beams)
 
-    def _require_room(self, max_steps: int) -> None:
+    def _room(self, sentences: int, max_steps: int, beams: int) -> Tensor:
+        """For the keys and values of all decoder layers."""
         limit = self.decoder.input.positions.size(0)
         if max_steps > limit:
             raise ValueError(f"{max_steps} decoding steps exceed model.max_length ({limit})")
+        layers, (width, heads, _) = len(self.decoder_layers), self.shape
+        return self.output_weight.new_empty(layers, 2, sentences, heads, max_steps * beams, width // heads)
 
     def start_cache(self, memory: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> Cache:
         """The cache to decode memory [B, S, D] with K = `beams` hypotheses each, for at most `max_steps` steps.
@@ -287,14 +287,12 @@ class Transformer(nn.Module):
         Raises:
             ValueError: `max_steps` exceeds `model.max_length`.
         """
-        self._require_room(max_steps)
-        layers, (width, heads, _) = len(self.decoder_layers), self.shape
-        shape = (layers, 2, len(memory), heads, max_steps * beams, width // heads)
+        past = self._room(len(memory), max_steps, beams)
         source = [layer.cross_attn.keys_values(memory) for layer in self.decoder_layers]
         mask = key_mask(src_lengths, memory.size(1), memory.dtype)
         if mask is not None and mask.dtype == torch.bool:  # or each layer makes it one that is added, in every step
             mask = torch.where(mask, 0.0, -torch.inf).to(memory.dtype)
-        return Cache(memory.new_empty(shape), source, mask, beams)
+        return Cache(past, source, mask, beams)
 
     def decoding_bytes(self, length: int, steps: int, beams: int) -> int:
         """The memory of decoding one sentence of `length` tokens, in bytes: `start_cache`'s keys and values of `steps`

@@ -213,13 +213,14 @@ class Block(nn.Module):
         self.share = 1.0  # of each branch, see `clock`
 
     @staticmethod
-    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix) -> float:
         """The factor on the Xavier bound of one of the layer's matrices: 1, but 1/√2 for query, key and value.
 
         1/√2 gives the bound of a fused [3D, D] matrix, as in the toolkit that the Admin and B2T papers used, and it
-        reproduces Admin's published profile. With 1 (`separate`) a deep profile is 30 % too high
+        reproduces Admin's published profile. With 1 (`init: xavier_separate`) a deep profile is 30 % too high
         (studies/results/papers.md).
         """
+        separate = position.settings.init == "xavier_separate"
         return 2**-0.5 if matrix in ("q", "k", "v") and not separate else 1.0
 
     @classmethod

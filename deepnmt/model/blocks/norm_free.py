@@ -49,11 +49,11 @@ class Fixup(Block):
         self.scales = nn.ParameterList(nn.Parameter(torch.empty(1)) for _ in range(position.branches))
 
     @staticmethod
-    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix) -> float:
         """n^-1/2 for fc1; n^-1/6 on the usual gain of query, key and value; 0 for out and fc2."""
         n = 2 * position.encoder_layers + (3 if position.encoder_layers else 2) * position.decoder_layers
         own = {"fc1": n**-0.5, "fc2": 0.0, "out": 0.0}
-        return own[matrix] if matrix in own else Block.matrix_gain(position, matrix, separate) * n ** (-1 / 6)
+        return own[matrix] if matrix in own else Block.matrix_gain(position, matrix) * n ** (-1 / 6)
 
     def join(self, i: int, x: Tensor, f: Branch) -> Tensor:
         return x + self.scales[i] * f(x)
@@ -70,10 +70,10 @@ class TFixup(Block):
     layer_norms = False
 
     @staticmethod
-    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
+    def matrix_gain(position: LayerPosition, matrix: Matrix) -> float:
         """The stack's factor for value, out, fc1 and fc2; the usual gain for query and key."""
         factor = (9 * position.depth) ** -0.25 if position.crossing else 0.67 * position.depth**-0.25
-        return Block.matrix_gain(position, matrix, separate) if matrix in ("q", "k") else factor
+        return Block.matrix_gain(position, matrix) if matrix in ("q", "k") else factor
 
     @staticmethod
     def embedding_gain(position: LayerPosition) -> float:

@@ -82,8 +82,8 @@ class DeepNorm(Block):
         return (3 * m) ** (1 / 4), (12 * m) ** (-1 / 4)
 
     @staticmethod
-    def matrix_gain(position: LayerPosition, matrix: Matrix, separate: bool = False) -> float:
-        """β, but 1 for query and key, separate or not."""
+    def matrix_gain(position: LayerPosition, matrix: Matrix) -> float:
+        """β, but 1 for query and key."""
         return 1.0 if matrix in ("q", "k") else DeepNorm.constants(position)[1]
 
     @classmethod

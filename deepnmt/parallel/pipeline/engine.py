@@ -41,7 +41,18 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.optim.groups import group_key
 from deepnmt.parallel.deepspeed import DeepSpeedEngine
 from deepnmt.parallel.ds_config import Layout
-from deepnmt.parallel.engine import BuildStage, Flags, Reading, StepStats, build_of, figures_of, read_sums, stage_of
+from deepnmt.parallel.engine import (
+    BuildStage,
+    Flags,
+    Reading,
+    StepStats,
+    build_of,
+    clip_gradients,
+    figures_of,
+    gradient_norm,
+    read_sums,
+    stage_of,
+)
 from deepnmt.parallel.pipeline.boundary import Boundary
 from deepnmt.parallel.pipeline.partition import Partition
 from deepnmt.processes.ranks import Ranks
@@ -256,27 +267,19 @@ class PipelineEngine(DeepSpeedEngine):
         """The optimizer step without ZeRO: clips by the norm over all stages (DeepSpeed uses the first stage's alone)
         and drops an update with non-finite gradients (DeepSpeed does not check)."""
         self._unscale()
-        squares = []
-        for p in self.pipe.parameters():
-            if p.grad is not None and not p.ds_pipe_replicated:
-                squares.append(p.grad.float().pow(2).sum())
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if squares:
-            total += torch.stack(squares).sum()
-        dist.all_reduce(total, group=self.pipe._grid.get_pipe_parallel_group())
-        squared = float(*self._reading.read(total))
-        self._norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
+        parameters = list(self.pipe.parameters())
+        squared = gradient_norm(p for p in parameters if not p.ds_pipe_replicated).to(self.device).square()
+        dist.all_reduce(squared, group=self.pipe._grid.get_pipe_parallel_group())
+        self._norm = float(*self._reading.read(squared.sqrt()))
         self._step_applied = math.isfinite(self._norm)
         if self.scaler:
             self.scaler.update_scale(not self._step_applied)
-        if not self._step_applied:
+        if self._step_applied:
+            clip_gradients(parameters, self._norm, self.clip)
+        else:
             self.engine.zero_grad()
-            for p in self.pipe.parameters():
+            for p in parameters:
                 p.grad = None  # PyTorch's optimizers skip missing gradients
-        elif self.clip and self._norm > self.clip:
-            for p in self.pipe.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(self.clip / (self._norm + 1e-6))
         self._deepspeed_step(lr_kwargs)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[tuple[float, float]]:

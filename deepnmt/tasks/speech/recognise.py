@@ -47,7 +47,7 @@ from deepnmt.progress import Progress, no_progress, print_status
 from deepnmt.tasks.speech.audio import Utterance, read_lists, utterance_of
 from deepnmt.tasks.speech.data import Frames, padded_frames
 from deepnmt.tasks.speech.model import SpeechTransformer, build_of
-from deepnmt.tasks.speech.prepare import read_features
+from deepnmt.tasks.speech.prepare import CHUNK, read_features
 from deepnmt.tasks.speech.settings import SHORTER, SpeechRecipe
 from deepnmt.tokens import UNK
 
@@ -116,9 +116,15 @@ def recognise_shared(
     def work(items: list[Utterance], numbers: list[int], progress: Progress) -> list[list[dict[str, Any]]]:
         most = SHORTER * max_length(model)
         setting = f"{SHORTER} times the model's max_length"
-        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers, setting)]
-        results = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers, progress=progress)
-        return [list(map(asdict, best)) for best in results]
+        results = []
+        for begin in range(0, len(items), CHUNK):  # the features of one chunk at a time; items come by their length
+            part = slice(begin, begin + CHUNK)
+            features = [frames for _, frames in
+                        read_features(items[part], data.sample_rate, most, data.workers, setting)]
+            best = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers[part],
+                             progress=lambda done, begin=begin: progress(begin + done))
+            results += [list(map(asdict, each)) for each in best]
+        return results
 
     def length(utterance: Utterance) -> int:
         if not utterance.file.is_file():
