@@ -19,25 +19,25 @@ Item = TypeVar("Item")
 Work = Callable[[list[Item], list[int], Progress], Sequence[Any]]
 
 
-def in_chunks(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """`CHUNK` items at a time."""
+def in_chunks(items: Iterable[Item], size: int = 0) -> Iterator[list[Item]]:
+    """`size` items at a time, by default `CHUNK`."""
     stream = iter(items)
-    while chunk := list(itertools.islice(stream, CHUNK)):
+    while chunk := list(itertools.islice(stream, size or CHUNK)):
         yield chunk
 
 
 def share(
     items: Iterable[Item], length: Callable[[Item], int], work: Work[Item], ranks: Ranks,
-    progress: Progress = no_progress, start: int = 0,
+    progress: Progress = no_progress, start: int = 0, size: int = 0,
 ) -> Iterator[Any]:
     """Yields the result of every line in order on rank 0, nothing on other ranks. Collective: all processes pass the
     same `items` and exhaust the iterator.
 
     Each process takes every `world`-th line of a chunk in order of `length`, so that all finish at about the same time;
     `progress` assumes that the others are as far as this process. Results are gathered as JSON; nothing is unpickled.
-    `start`: lines worked on before these.
+    `start`: lines worked on before these; `size`: lines of a chunk, by default `CHUNK`.
     """
-    for chunk in in_chunks(items):
+    for chunk in in_chunks(items, size):
         by_length = sorted(range(len(chunk)), key=lambda i: (-length(chunk[i]), i))
         mine = by_length[ranks.rank :: ranks.world]
         numbers = [start + i + 1 for i in mine]

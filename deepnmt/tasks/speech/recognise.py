@@ -116,22 +116,17 @@ def recognise_shared(
     def work(items: list[Utterance], numbers: list[int], progress: Progress) -> list[list[dict[str, Any]]]:
         most = SHORTER * max_length(model)
         setting = f"{SHORTER} times the model's max_length"
-        results = []
-        for begin in range(0, len(items), CHUNK):  # the features of one chunk at a time; items come by their length
-            part = slice(begin, begin + CHUNK)
-            features = [frames for _, frames in
-                        read_features(items[part], data.sample_rate, most, data.workers, setting)]
-            best = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers[part],
-                             progress=lambda done, begin=begin: progress(begin + done))
-            results += [list(map(asdict, each)) for each in best]
-        return results
+        features = [frames for _, frames in read_features(items, data.sample_rate, most, data.workers, setting)]
+        results = recognise(model, vocab, features, settings, seed=recipe.seed, numbers=numbers, progress=progress)
+        return [list(map(asdict, best)) for best in results]
 
     def length(utterance: Utterance) -> int:
         if not utterance.file.is_file():
             return 0
         return utterance.file.stat().st_size
 
-    for best in share(utterances, length, work, ranks, progress):
+    # fewer at a time than lines of a text: an utterance's features take a hundred times the memory
+    for best in share(utterances, length, work, ranks, progress, size=CHUNK * ranks.world):
         yield [Hypothesis(**hypothesis) for hypothesis in best]
 
 
