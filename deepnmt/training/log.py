@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,7 @@ class Monitor:
     def __init__(self, folder: Path, active: bool, update: int, updates: int,
                  describe: Describe = lambda record: "") -> None:
         self.folder, self.active, self.first = folder, active, update
-        self.started = time.monotonic()
+        self._passed = deque([(update, time.monotonic())])  # updates, and when
         self.warning: str | None = None  # stands in STATUS.json
         self.reporters: list[Reporter] = []
         self._failing: set[tuple[str, str]] = set()  # reporters, and what they fail at
@@ -58,10 +59,14 @@ class Monitor:
     def train(self, update: int, record: dict[str, float], updates_left: int, at_most: float = math.inf) -> None:
         """Reports the training figures of one interval.
 
-        The ETA assumes that the `updates_left` updates go as fast as those so far, validations and checkpoints
-        included, but is at most `at_most` seconds.
+        The ETA assumes that the `updates_left` updates go as fast as the later half of those so far, validations and
+        checkpoints included, but is at most `at_most` seconds.
         """
-        left = min((time.monotonic() - self.started) / max(1, update - self.first) * updates_left, at_most)
+        while len(self._passed) > 1 and self._passed[1][0] <= (self.first + update) / 2:
+            self._passed.popleft()
+        (begin, since), now = self._passed[0], time.monotonic()
+        self._passed.append((update, now))
+        left = min((now - since) / max(1, update - begin) * updates_left, at_most)
         self.status("running", update)
         self._record("train", update, {**record, "seconds_left": round(left, 1)})
 

@@ -63,6 +63,17 @@ def test_the_eta_is_never_above_the_time_limit(tmp_path: Path) -> None:
     assert read_log(tmp_path / "log.jsonl")[0]["seconds_left"] == 7.0
 
 
+def test_a_slow_beginning_does_not_spoil_the_eta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 900.0, 910.0, 920.0, 930.0])  # a second an update, but for the first ten
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monitor = Monitor(tmp_path, True, update=0, updates=100)
+    for update in (10, 20, 30, 40):
+        monitor.train(update, RECORD, 100 - update)
+    monkeypatch.undo()
+    monitor.close()
+    assert [record["seconds_left"] for record in read_log(tmp_path / "log.jsonl")] == [8100.0, 80.0, 70.0, 60.0]
+
+
 def test_only_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monitor = Monitor(tmp_path / "run", False, update=0, updates=10)
     monitor.train(1, RECORD, 9)
