@@ -228,11 +228,21 @@ def read_tree(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {file} cannot be read: {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the date 2026-13-01
-        raise UserError(f"recipe {file} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"recipe {file} is not valid YAML: {_yaml_fault(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"recipe {file} must be a mapping of settings, not {type(tree).__name__}; give a YAML "
                         "file such as deepnmt new writes")
     return tree
+
+
+def _yaml_fault(error: Exception) -> str:
+    """What is wrong with a YAML text, in a line: the parser's own words without its excerpt."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    fault = f"line {error.problem_mark.line + 1}: {error.problem}"
+    if error.context and error.context_mark:
+        fault += f" ({error.context} in line {error.context_mark.line + 1})"
+    return fault
 
 
 def override(tree: dict[str, Any], assignment: str) -> None:

@@ -449,9 +449,10 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("seed: 1\nseed: 2\n", "is not valid YAML: key 'seed' is given twice"),
+    ("seed: 1\nseed: 2\n", "is not valid YAML: line 2: key 'seed' is given twice"),
     ("model: {heads: 2, heads: 4}\n", "key 'heads' is given twice"),
-    ("a: [1\n", "is not valid YAML"),
+    ("a: [1\n", "is not valid YAML: line 2: expected ',' or ']', but got '<stream end>' (while parsing a flow sequence in "
+                "line 1)"),
     ("? [a]\n: 1\n", "is not valid YAML"),
     ("- 1\n", "must be a mapping of settings, not list"),
     ("", "must be a mapping of settings, not NoneType"),
@@ -461,7 +462,8 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
     ("a: " + 1000 * "[", "groups are nested more than 50 deep"),
     ("a: " + 60 * "[" + 60 * "]", "groups are nested more than 50 deep"),
     ("a: 2026-13-01\n", "is not valid YAML: month must be in 1..12"),
-    ("run: !!python/object/apply:os.system [touch harmed]\n", "is not valid YAML: could not determine a constructor"),
+    ("run: !!python/object/apply:os.system [touch harmed]\n",
+     "is not valid YAML: line 1: could not determine a constructor"),
     # nine to the ninth values, by aliases of lists, of merged mappings, and of lists of them
     ("".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}' if i else 'x'] * 9)}]\n" for i in range(9)),
      "it has more than 100,000 values, those of aliases (*name) counted"),
