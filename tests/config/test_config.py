@@ -451,8 +451,8 @@ def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> Non
 @pytest.mark.parametrize(("text", "message"), [
     ("seed: 1\nseed: 2\n", "is not valid YAML: line 2: key 'seed' is given twice"),
     ("model: {heads: 2, heads: 4}\n", "key 'heads' is given twice"),
-    ("a: [1\n", "is not valid YAML: line 2: expected ',' or ']', but got '<stream end>' (while parsing a flow sequence in "
-                "line 1)"),
+    ("a: [1\n", "is not valid YAML: line 2: expected ',' or ']', but got '<stream end>' (while parsing a flow sequence "
+                "in line 1)"),
     ("? [a]\n: 1\n", "is not valid YAML"),
     ("- 1\n", "must be a mapping of settings, not list"),
     ("", "must be a mapping of settings, not NoneType"),
