@@ -341,9 +341,13 @@ def test_tones_are_learned_and_recognised(
     (prepared / "long.tsv").write_text("long.wav\n", encoding="utf-8")
     assert main("translate", [str(run), "--input", str(prepared / "long.tsv")]) == 2
     assert "148 frames of 10 ms, but 4 times the model's max_length is 128; cut it" in capsys.readouterr().err
+    held: list[int] = []
     monkeypatch.setattr("deepnmt.tasks.speech.recognise.CHUNK", 3)
+    monkeypatch.setattr("deepnmt.tasks.speech.recognise.recognise",
+                        lambda *all, **more: (held.append(len(all[2])), recognise(*all, **more))[1])
     again = ["translate", [str(run), "--input", str(prepared / "valid.tsv"), "--output", str(tmp_path / "again")]]
     assert main(*again) == 0 and (tmp_path / "again").read_bytes() == (tmp_path / "out.txt").read_bytes()
+    assert held == [3, 3, 1]
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
