@@ -77,9 +77,9 @@ def plot_learning_curve(records: Sequence[Mapping[str, Any]], path: str | Path, 
         "loss, nats per target token": {"training": points("train", "loss"), "validation": points("valid", "loss")},
         "validation BLEU": {"": points("valid", "bleu")},
         "source's gain, nats": {"": points("valid", "source_gain")},
-        "one vector's share": {"encoder": points("valid", "encoder_common"),
-                               "decoder": points("valid", "decoder_common"),
-                               "entropy of cross-attention": points("valid", "cross_attention_entropy")},
+        "signs of collapse": {"one vector's share: encoder": points("valid", "encoder_common"),
+                              "decoder": points("valid", "decoder_common"),
+                              "entropy of cross-attention": points("valid", "cross_attention_entropy")},
         "learning rate": {"": points("train", "learning_rate")},
     }
     _, *others = lines  # the loss stays, if only as empty axes

@@ -122,7 +122,7 @@ class Section(BaseModel):
         """The settings and sections that say so of themselves, by their dotted keys, in the recipe's order; `fact` may
         be a command (see `For`). A mapping of sections has the name NAME."""
         keys: list[str] = []
-        for key, field in _fields(cls, ""):
+        for key, field in fields_within(cls, ""):
             inside_another = keys and key.startswith(f"{keys[-1]}.")
             if _says(field, fact) and not inside_another:
                 keys.append(key)
@@ -137,7 +137,7 @@ class Section(BaseModel):
     def named(cls) -> dict[str, Choices[Any]]:
         """The settings that have a name, by their dotted keys, and the names."""
         named: dict[str, Choices[Any]] = {}
-        for key, field in _fields(cls, ""):
+        for key, field in fields_within(cls, ""):
             choices = choices_of(field)
             if choices is not None:
                 named[key] = choices
@@ -192,13 +192,13 @@ def _says(field: FieldInfo, fact: Fact | str) -> bool:
     return any(isinstance(said, For) and fact in said.commands for said in field.metadata)
 
 
-def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+def fields_within(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     """Every setting and section within a section, by its dotted key; a section comes before what is in it."""
     for name, field in section.model_fields.items():
         key, inside = f"{prefix}{name}", section_of(field)
         yield key, field
         if inside is not None:
-            yield from _fields(inside, f"{key}." if inside is field.annotation else f"{key}.NAME.")
+            yield from fields_within(inside, f"{key}." if inside is field.annotation else f"{key}.NAME.")
 
 
 def values_of(section: Any, key: str, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from deepnmt.config.fields import Fault, Section, SettingsError, allowed, section_of, way_to
+from deepnmt.config.fields import Fault, Section, SettingsError, allowed, either, fields_within, section_of, way_to
 from deepnmt.config.plugins import name_commands, name_plugins
 from deepnmt.config.sections import NAMED, Recipe
 from deepnmt.errors import UserError, nearest
@@ -380,9 +380,11 @@ def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
         return "is missing; this setting has no default"
     if kind == "extra_forbidden":
         known = list(_known_at(recipe, way[:-1]))
-        near = nearest(way[-1], known)
-        return (f"unknown setting; did you mean {'.'.join([*way[:-1], near])}?" if near
-                else f"unknown setting; known: {', '.join(known)}")
+        meant = [key for key, _ in fields_within(recipe, "") if key.split(".")[-1] == way[-1]]  # of other sections
+        meant = [key for key in meant if key.count(".") == min(other.count(".") for other in meant)]
+        if near := nearest(way[-1], known):
+            meant = [".".join([*way[:-1], near])]
+        return f"unknown setting; " + (f"did you mean {either(meant)}?" if meant else f"known: {', '.join(known)}")
     if kind == "literal_error":
         choices = allowed(way_to(recipe, ".".join(way))[-1])
         near = nearest(str(value), choices)

@@ -114,6 +114,9 @@ class Trainer:
             if checkpoint:
                 self._resume(checkpoint)
                 self.monitor.event(update, f"resuming from {checkpoint}" + "".join(f"\n  now {c}" for c in changes))
+                if update > recipe.train.updates:
+                    self.monitor.event(update, f"train.updates is {recipe.train.updates}, and this run is past it; "
+                                       "for a model of so few, train into another folder with run=FOLDER")
             else:
                 count, old = self.engine.parameters, recipe.train.init_from
                 begin = f"beginning with the weights of {old}" if old else "from scratch"

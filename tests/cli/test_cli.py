@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -104,3 +105,15 @@ def test_a_process_ends_before_python_is_taken_apart() -> None:
         "cli.entry('prepare')\n")
     ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (76, "printed\nat the end\n")
+
+
+def test_control_c_during_the_import_of_the_commands_gives_no_traceback() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from deepnmt.__main__ import entry\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, *others): name == 'deepnmt.cli' and os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        "entry()\n")
+    ended = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

@@ -440,6 +440,9 @@ def test_every_missing_environment_variable_is_named(monkeypatch: pytest.MonkeyP
     ("train.updates=[1", "'[1' is not a YAML value"),
     ("seed.low=1", "seed is a value, not a group of settings"),
     ("train.updats=1", "train.updats: unknown setting; did you mean train.updates?"),
+    ("updates=5", "updates: unknown setting; did you mean train.updates?"),
+    ("layers=6", "layers: unknown setting; did you mean model.encoder.layers or model.decoder.layers?"),
+    ("quickly=yes", "quickly: unknown setting; known: run, seed,"),
     ("data.test=&a [*a]", "'&a [*a]' is not a YAML value"),
 ])
 def test_faulty_overrides(recipe_file: Path, override: str, message: str) -> None:

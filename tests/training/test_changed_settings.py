@@ -58,6 +58,10 @@ def test_what_changes_takes_effect(prepared: Path, tmp_path: Path, warm: Warm) -
     check_update(run, 7, rate, clip=0.01)
     assert later[-1]["gradient_norm"] > 0.1, "the norm before clipping"
 
+    trained(warm, 2, recipe, run, FP16, "train.updates=5", "train.clip=0.01", "optimizer.lr=0.05",
+            "loss_scale.window=2")
+    assert "train.updates is 5, and this run is past it" in warm.said()
+
 
 def check_update(run: Path, update: int, rate: float, clip: float) -> None:
     """Checks that the gradient that Adam used has the norm `clip`, and that the weights changed by `rate` times Adam's
