@@ -26,22 +26,24 @@ demo-clean:
 	rm -rf runs/demo data/demo
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Visitors, other tasks than translation, studies, launchers, machines of a cluster and GPUs have tests of their own,
-# which run with `make changed` where they belong to a change, and with `make test-all`.
-BESIDE := --ignore tests/processes/test_launcher.py --ignore tests/processes/test_torchrun.py \
-  --ignore tests/extras --ignore tests/tasks --ignore tests/studies --ignore tests/nodes --ignore tests/gpu
+# Tests of visitors, other tasks than translation, studies, launchers, machines of a cluster and GPUs. Those that start
+# processes run with `make changed` where they belong to a change, and with `make test-all`.
+BESIDE := tests/processes/test_launcher.py tests/processes/test_torchrun.py tests/extras tests/tasks tests/studies \
+  tests/nodes tests/gpu
+CORE := $(addprefix --ignore=,$(BESIDE))
 
 # The core, without what starts processes.
 quick: $(STAMP)
-	@$(PYTEST) $(BESIDE) --ignore tests/project --ignore tests/recipes -m quick
+	@$(PYTEST) $(CORE) --ignore tests/project --ignore tests/recipes -m quick
 
 # The tests that belong to what differs from main.
 changed: $(STAMP)
 	@$(BIN)/python .ci/changed.py
 
-# The core, as it stands in the checkout.
+# The core, as it stands in the checkout, and of the rest what starts no processes.
 test: $(STAMP)
-	@$(PYTEST) $(BESIDE) -m "not wheel"
+	@$(PYTEST) $(CORE) -m "not wheel"
+	@$(PYTEST) $(BESIDE) -m quick
 
 # Everything.
 test-all: $(STAMP)
