@@ -50,7 +50,8 @@ from deepnmt.files import read_log
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.trainer import PREEMPTED, SIGNALS
+from deepnmt.training.status import PREEMPTED
+from deepnmt.training.trainer import SIGNALS
 from deepnmt.training.trainer import train as train_run
 
 __all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]

@@ -21,8 +21,9 @@ from deepnmt.files import read_log, table, write_text
 from deepnmt.processes.process_group import processes
 from deepnmt.progress import print_status
 from deepnmt.tasks.classify.predict import require_classifier, train_seeds
+from deepnmt.training.status import FINISHED
 from deepnmt.training.task import prepare
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.trainer import train
 
 SEEDS = (1, 2, 3, 4, 5, 6)
 WARMED = {"pre_ln without warm-up": ("pre_ln", 0), "post_ln without warm-up": ("post_ln", 0),

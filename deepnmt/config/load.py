@@ -384,7 +384,7 @@ def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
         meant = [key for key in meant if key.count(".") == min(other.count(".") for other in meant)]
         if near := nearest(way[-1], known):
             meant = [".".join([*way[:-1], near])]
-        return f"unknown setting; " + (f"did you mean {either(meant)}?" if meant else f"known: {', '.join(known)}")
+        return "unknown setting; " + (f"did you mean {either(meant)}?" if meant else f"known: {', '.join(known)}")
     if kind == "literal_error":
         choices = allowed(way_to(recipe, ".".join(way))[-1])
         near = nearest(str(value), choices)

@@ -11,7 +11,8 @@ from pathlib import Path
 from deepnmt.errors import UserError
 from deepnmt.folders import DamagedFolder, read_json
 
-FINISHED, ENDED, FAILED, RUNNING, PREEMPTED = 0, 1, 2, 3, 75  # exit codes of `deepnmt status`
+# Exit codes of `deepnmt status`, and of training: 75 is "try again" in sysexits.
+FINISHED, ENDED, FAILED, RUNNING, PREEMPTED = 0, 1, 2, 3, 75
 
 
 @dataclass(frozen=True)

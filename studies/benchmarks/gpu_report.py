@@ -25,7 +25,7 @@ from deepnmt.data.split import split_tsv
 from deepnmt.errors import UserError
 from deepnmt.files import markdown_table, read_log, write_json
 from deepnmt.progress import print_status
-from deepnmt.training.trainer import FINISHED, PREEMPTED
+from deepnmt.training.status import FINISHED, PREEMPTED
 from studies.benchmarks.gpu_measure import MIN_TOKENS, OUT_OF_MEMORY
 from studies.benchmarks.workers import module_command
 

@@ -32,7 +32,8 @@ from deepnmt.parallel import compiled
 from deepnmt.parallel.deepspeed import supported_precisions
 from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.trainer import FINISHED, PREEMPTED, train
+from deepnmt.training.status import FINISHED, PREEMPTED
+from deepnmt.training.trainer import train
 
 ON_GPU = os.environ.get("DS_ACCELERATOR") == "cuda"
 ALL = ON_GPU or bool(os.environ.get("DEEPNMT_LONG"))

@@ -26,7 +26,8 @@ from deepnmt.parallel.build import start_engine
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.status import FINISHED
+from deepnmt.training.trainer import train
 
 FOCAL = '''
 from torch.nn import functional as F

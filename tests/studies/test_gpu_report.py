@@ -25,7 +25,8 @@ from deepnmt.errors import UserError
 from deepnmt.parallel.deepspeed import check_device
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.process_group import processes
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.status import FINISHED
+from deepnmt.training.trainer import train
 from studies.__main__ import main
 from studies.benchmarks import gpu_measure as measure
 from studies.benchmarks.gpu_report import FULL, SHUTDOWN, TOY, Job, Report, TooSlow, markdown

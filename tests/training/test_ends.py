@@ -23,8 +23,9 @@ from deepnmt.parallel.engine import LocalEngine, StepStats
 from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
+from deepnmt.training.status import FINISHED
 from deepnmt.training.task import Validation
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.trainer import train
 
 Run = Callable[..., Path]
 

@@ -24,8 +24,9 @@ from deepnmt.data.prepare import prepare
 from deepnmt.data.prepared import open_prepared
 from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
+from deepnmt.training.status import FINISHED
 from deepnmt.training.task import Validation
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.trainer import train
 
 STAGES = [{"mix": {"large": 1, "small": 1}, "until": {"epochs": 1}},
           {"mix": {"small": 2.0}, "until": {"updates": 3, "patience": 5}},

@@ -24,7 +24,8 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import FolderWriteError
 from deepnmt.processes.process_group import processes
-from deepnmt.training.trainer import FINISHED, PREEMPTED, SIGNALS, train
+from deepnmt.training.status import FINISHED, PREEMPTED
+from deepnmt.training.trainer import SIGNALS, train
 
 UPDATES = 7
 

@@ -18,7 +18,8 @@ from deepnmt.tasks.classify.metrics import count, interval, scores
 from deepnmt.tasks.classify.model import Classifier, build_of
 from deepnmt.tasks.classify.settings import ClassifyRecipe
 from deepnmt.training.encoders import load_encoder
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.status import FINISHED
+from deepnmt.training.trainer import train
 
 FIGURES = ("accuracy", "f1", "matthews")
 BATCH = 64  # examples at a time

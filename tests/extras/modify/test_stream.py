@@ -27,7 +27,8 @@ from deepnmt.extras.modify.stream import ModifiedWindow
 from deepnmt.processes.process_group import processes
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.tokens import BOS, EOS, PAD, UNK
-from deepnmt.training.trainer import FINISHED, train
+from deepnmt.training.status import FINISHED
+from deepnmt.training.trainer import train
 from deepnmt.visitors import visitor_modules
 
 CPU = torch.device("cpu")
