@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepnmt.device import driver
 from deepnmt.errors import UserError
 from deepnmt.processes.host import address_towards
 from deepnmt.processes.ranks import Ranks
@@ -70,7 +71,7 @@ def facts(device: torch.device) -> Facts:
         slices = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # of a GPU that is split, which may have one UUID
         if "MIG" not in slices:
             slices = ""
-        own |= {"gpu": gpu.name, "driver": _first_line("/proc/driver/nvidia/version"),
+        own |= {"gpu": gpu.name, "driver": driver(),
                 "gpu_id": f"{getattr(gpu, 'uuid', device.index)} {slices}"}
     return own
 
