@@ -103,10 +103,12 @@ def _prepare() -> None:
     """Sets what a GPU needs before its first tensor.
 
     - cuDNN's attention makes a plan for each new shape, in 0.05 to 1 s, and an epoch has some 10,000 of them.
-    - cuBLAS may add up parts of a 16-bit product in 16 bits; all sums are to be in fp32.
+    - cuBLAS may add up parts of a 16-bit product in 16 bits; all sums are to be in fp32. cuDNN rounds what a
+      convolution in fp32 multiplies to TF32.
     - Shapes that change all the time fragment memory that cannot grow in place.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():

@@ -125,8 +125,8 @@ class Saver:
         started = time.monotonic()
         for slot, tensor in zip(self._copy, _tensors_of(parts), strict=True):
             slot.copy_(tensor, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._main.device.type == "cuda":
+            torch.cuda.synchronize(self._main.device)
         texts = texts_of(state, recipe_yaml, files)
         self._writing = self._pool.submit(self._write, state.update, texts, then, time.monotonic() - started)
 

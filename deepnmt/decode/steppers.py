@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from deepnmt.model.cache import Cache
+from deepnmt.model.cache import Cache, indices
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
 
@@ -96,12 +96,13 @@ class PromptStepper:
         for sentences, cache, end in self._groups:
             if cache.position == end:  # these are at their limits, and the search looks at them no more
                 continue
-            given = by_sentence[sentences]
+            rows = indices(sentences, tokens.device)
+            given = by_sentence[rows]
             if self._first:  # all hypotheses of a sentence are still equal
-                logits[sentences] = self._model.logits(self._model.step(given[:, 0], cache))[:, None]
+                logits[rows] = self._model.logits(self._model.step(given[:, 0], cache))[:, None]
             else:
                 own = self._model.logits(self._model.step(given.flatten(), cache))
-                logits[sentences] = own.view(len(sentences), self._beams, vocab)
+                logits[rows] = own.view(len(sentences), self._beams, vocab)
         self._first = False
         return logits.flatten(0, 1)
 
@@ -109,7 +110,7 @@ class PromptStepper:
         parents = rows.view(-1, self._beams) % self._beams
         for sentences, cache, _ in self._groups:
             first = torch.arange(0, len(sentences) * self._beams, self._beams, device=rows.device)[:, None]
-            cache.reorder((first + parents[sentences]).flatten())
+            cache.reorder((first + parents[indices(sentences, rows.device)]).flatten())
 
     def select(self, sentences: Sequence[int]) -> None:
         groups = []

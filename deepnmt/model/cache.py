@@ -80,4 +80,6 @@ class Cache:
             _copy_rows(v, 0, targets, sources)
         self.source = [(k[:count], v[:count]) for k, v in self.source]
         self.lineage = self.lineage.unflatten(0, (-1, self.beams)).index_select(0, rows).flatten(0, 1)
-        self.mask = None if self.mask is None else self.mask.index_select(0, rows)
+        if self.mask is not None:  # whose rows stay where key_mask has put them
+            _copy_rows(self.mask, 0, targets, sources)
+            self.mask = self.mask[:count]

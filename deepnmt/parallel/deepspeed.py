@@ -79,19 +79,19 @@ class HalfPrecisionCopy(Generic[Module]):
 
     def __init__(self, weights: Module, dtype: torch.dtype) -> None:
         self.module = copy.deepcopy(weights)
-        self._pairs = list(zip(weights.parameters(), self.module.parameters(), strict=True))
-        for weight, rounded in self._pairs:
+        self._weights: list[torch.Tensor] = list(weights.parameters())
+        self._rounded: list[torch.Tensor] = list(self.module.parameters())
+        for weight, rounded in zip(self._weights, self._rounded, strict=True):
             rounded.data = rounded.data.to(dtype)
             rounded.register_post_accumulate_grad_hook(partial(_add_to_master_grad, weight))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copies the fp32 weights, rounded, into `module`."""
-        for weight, rounded in self._pairs:
-            rounded.copy_(weight)
+        torch._foreach_copy_(self._rounded, self._weights)
 
 
-def _add_to_master_grad(weight: nn.Parameter, rounded: torch.Tensor) -> None:
+def _add_to_master_grad(weight: torch.Tensor, rounded: torch.Tensor) -> None:
     """Adds the gradient of a 16-bit weight to that of its fp32 master, and frees it."""
     if rounded.grad is None:
         return

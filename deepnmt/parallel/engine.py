@@ -131,8 +131,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scales all gradients, whose `gradient_norm` is given, so that it is at most `limit` (0: no limit)."""
     if limit and norm + 1e-6 > limit:  # 1e-6 as in PyTorch's and DeepSpeed's clipping
-        for gradient in (p.grad for p in parameters if p.grad is not None):
-            gradient.mul_(limit / (norm + 1e-6))
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], limit / (norm + 1e-6))
 
 
 class Engine(Protocol):

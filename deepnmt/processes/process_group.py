@@ -274,12 +274,9 @@ def _open_group(store: dist.Store, rank: int, world: int, device: torch.device, 
     # DeepSpeed takes LOCAL_RANK for the number of its GPU
     number = local_rank if device.index is None else device.index
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(number))
-    backend = "nccl"
-    if device.type == "cpu":
-        backend = "gloo"
-        network = interface_to(peer)
-        if network:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+    if network := interface_to(peer):  # of gloo, which saves checkpoints in the background where NCCL trains
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", network)
+    backend = "gloo" if device.type == "cpu" else "nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_COLLECTIVE)
 
 

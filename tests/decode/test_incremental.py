@@ -74,6 +74,17 @@ def test_selected_sentences_continue_alone(kept: list[int]) -> None:
         assert_close(d.steps(rows, t, t + 1), d.whole(rows)[:, t : t + 2])
 
 
+@torch.no_grad()
+def test_rows_of_a_mask_stay_where_they_begin() -> None:
+    """On a GPU at multiples of 8; a layer would copy others in every step."""
+    d = Decoding()
+    lengths = torch.tensor([3, 5, 2])
+    wide = torch.where(torch.arange(8) < lengths[:, None], 0.0, -torch.inf)[:, None, None, :5]
+    given, d.cache.mask = wide.clone(), wide
+    d.cache.select([2, 0])
+    assert d.cache.mask.stride(0) == 8 and torch.equal(d.cache.mask, given[[2, 0]])
+
+
 def test_a_cache_longer_than_the_positions_is_rejected() -> None:
     model = model_of("admin")
     src, lengths, _, _ = batch([4], [4])

@@ -280,6 +280,17 @@ def test_a_run_listens_where_it_was_told_and_nowhere_else(prepared: Path, tmp_pa
     assert len(found) > len(pids) and set(found) == {"127.0.0.1"}, found
 
 
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_gloo_knows_its_network_beside_nccl(device: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are gathered by gloo where a GPU trains, too."""
+    opened: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: opened.append(backend))
+    monkeypatch.setattr(process_group, "interface_to", lambda peer: "eth7")
+    monkeypatch.setattr(os, "environ", {})
+    process_group._open_group(dist.HashStore(), 0, 2, torch.device(device), 0, "10.0.0.1")
+    assert opened == [backend] and os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
 def test_the_store_listens_at_the_given_address_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.3")

@@ -63,9 +63,11 @@ def has_kernels(x: Tensor) -> bool:
         not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0))
 
 
-def attends_packed(x: Tensor) -> bool:
-    """Whether queries, keys and values of this tensor's device can have one gradient: on a GPU of NVIDIA."""
-    return x.is_cuda and torch.version.hip is None
+def attends_packed(qkv: Tensor, heads: int) -> bool:
+    """Whether queries, keys and values [..., 3D] can have one gradient: on a GPU of NVIDIA, whose kernel reads heads
+    that begin at multiples of 16 bytes."""
+    head_bytes = qkv.size(-1) // (3 * heads) * qkv.element_size()
+    return qkv.is_cuda and torch.version.hip is None and head_bytes % 16 == 0
 
 
 def usable(x: Tensor, *modules: nn.Module) -> bool:
@@ -90,7 +92,7 @@ def self_attention(plain: Function) -> Function:
     def run(
         qkv: Tensor, heads: int, mask: Tensor | None, dropout: float, causal: bool, rotate: Rotate | None
     ) -> Tensor:
-        known = rotate is None and torch.is_grad_enabled() and attends_packed(qkv)
+        known = rotate is None and torch.is_grad_enabled() and attends_packed(qkv, heads)
         if known and mask is not None and mask.dtype != torch.bool:
             return packed.attend(qkv, mask, heads, dropout)
         return plain(qkv, heads, mask, dropout, causal, rotate)
@@ -190,7 +192,9 @@ def encoder_layer(plain: Function) -> Function:
 
 
 def decoder_layer(plain: Function) -> Function:
-    def compute(layer: DecoderLayer, x: Any, memory: Tensor, mask: Tensor | None) -> Any:
+    def compute(layer: DecoderLayer, x: Any, memory: Tensor | None, mask: Tensor | None) -> Any:
+        if memory is None:  # a language model
+            return plain(layer, x, memory, mask)
         keys, values = layer.cross_attn.keys_values(memory)
         return layer.rule(x, (
             Sublayer(lambda h: layer.self_attn(h, None, causal=True), layer.dropout),

@@ -20,6 +20,7 @@ from deepnmt.config import Recipe
 from deepnmt.data.arrays import Indices
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.sampling import make_sampler
+from deepnmt.model.cache import indices
 from deepnmt.model.objective import objective_of
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS, PAD, UNK
@@ -133,10 +134,10 @@ def continue_text(
     rows = torch.arange(count, device=device)
     for token in (EOS, *prompt):
         hidden = model.step(torch.full((count,), token, device=device), cache)
+    never = indices([BOS, PAD, UNK], device)
     drawn: list[Tensor] = []
     for step in range(length):
-        logits = model.log_probabilities(hidden)
-        logits[:, [BOS, PAD, UNK]] = -torch.inf
+        logits = model.log_probabilities(hidden).index_fill_(1, never, -torch.inf)
         drawn.append(sample(logits, rows, step))
         if step + 1 < length:
             hidden = model.step(drawn[-1], cache)

@@ -4,6 +4,7 @@ against the plain operations. test_kernels.py holds the Triton kernels to the tw
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ def test_packed_attention_gives_its_gradients_in_one_tensor(monkeypatch: pytest.
     mask[1, ..., 5:] = -torch.inf
     given = [x, *layer.parameters()]
     plain = torch.autograd.grad((layer(x, mask, causal=False) * weights).sum(), given)
-    monkeypatch.setattr(replacements, "attends_packed", lambda tensor: True)
+    monkeypatch.setattr(replacements, "attends_packed", lambda *_: True)
     overrides.use(["triton"], CPU)
     for packed in (True, False):
         layouts.append(packed)
@@ -189,6 +190,26 @@ def test_packed_attention_gives_its_gradients_in_one_tensor(monkeypatch: pytest.
         assert not layouts
         for ours, theirs in zip(found, plain, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_heads_that_the_kernel_for_one_gradient_cannot_read() -> None:
+    """12 columns of 16 bits are 24 bytes, and PyTorch's kernel reads 16 at a time."""
+    def known(heads: int, dtype: torch.dtype) -> bool:
+        return replacements.attends_packed(SimpleNamespace(  # type: ignore[arg-type]
+            is_cuda=True, size=lambda dim: 3 * 48, element_size=lambda: dtype.itemsize), heads)
+
+    assert known(3, torch.bfloat16) and known(4, torch.float32)
+    assert not known(4, torch.bfloat16) and not known(8, torch.float32)
+
+
+@torch.no_grad()
+def test_a_decoder_by_itself() -> None:
+    """That of a language model, without cross-attention."""
+    model = new_model(shapes("post_ln", layers=(0, 2)), VOCAB, VOCAB, 1).eval()
+    _, _, trg_in, _ = batch([3], [5])
+    plain = model.decode(trg_in, None, None)
+    overrides.use(["triton"], CPU)
+    assert torch.equal(model.decode(trg_in, None, None), plain)
 
 
 def test_plain_operations_come_back() -> None:
