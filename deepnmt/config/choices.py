@@ -146,7 +146,7 @@ BLOCKS = Choices({
         advice="Admin trains at any depth without other settings",
         family=_POST, start="ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]), measured in place by a profile",
         cost="KD; a profile before training", claim="29.03 BLEU at 18L-18L, 43.80 at 60L-12L En-Fr",
-        seen="39.9 BLEU at 18L-18L to its end, its encoder's rate rising; in 1.3 epochs 21.0, at one rate 3.5",
+        seen="39.6 BLEU at 18L-18L to its end, its encoder's rate rising; in 1.3 epochs 21.0, at one rate 3.5",
         take="12L to 60L"),
     "admin_closed_form": BlockFacts(
         line="as `admin`", paper="Liu, the package admin-torch", options=("output_change",),
