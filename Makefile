@@ -40,9 +40,9 @@ quick: $(STAMP)
 changed: $(STAMP)
 	@$(BIN)/python .ci/changed.py
 
-# The core, as it stands in the checkout, and of the rest what starts no processes.
+# The core but for slow tests, and of the rest what starts no processes.
 test: $(STAMP)
-	@$(PYTEST) $(CORE) -m "not wheel"
+	@$(PYTEST) $(CORE) -m "not slow"
 	@$(PYTEST) $(BESIDE) -m quick
 
 # Everything.

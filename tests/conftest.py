@@ -124,13 +124,13 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that no worker is left alone with one at the end.
 
-    Marks the tests that work from a wheel, and those that start no process and are in none of these files.
+    Marks as slow what works from a wheel, and as quick what starts no process and is in none of these files.
     """
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
     for item in items:
         assert isinstance(item, pytest.Function)
         if {"wheel", "installed"} & {*item.fixturenames}:
-            item.add_marker("wheel")
+            item.add_marker("slow")
         elif item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}:
             item.add_marker("quick")
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "docs" / "guide" / "notebook.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder. Admin's loss ends well below Post-LN's: after 50 updates, and as it stands if DEEPNMT_LONG is
     set."""

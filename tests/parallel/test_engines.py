@@ -132,7 +132,8 @@ LAYOUTS += [(w, f"zero1_{bits}", 0.1, of_losses) for w in ((1, 2, 4) if LONG els
             for bits, of_losses in (("bf16", 2e-2), ("fp16", 5e-3))]
 
 
-@pytest.mark.parametrize(("world", "layout", "of_gradients", "of_losses"), LAYOUTS)
+@pytest.mark.parametrize(("world", "layout", "of_gradients", "of_losses"), [
+    pytest.param(*row, marks=[pytest.mark.slow] * (row[0] > 2)) for row in LAYOUTS])
 def test_layout_equals_local_engine(
     world: int, layout: str, of_gradients: float, of_losses: float, control: Path, tmp_path: Path, warm: Warm
 ) -> None:

@@ -33,6 +33,7 @@ def updates(layout: str, clip: float, ranks: Ranks) -> tuple[list[float], list[f
     return [loss for loss, *_ in trace], [norm for _, norm, *_ in trace], weights
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [
+    "fp32", *(pytest.param(bits, marks=pytest.mark.slow) for bits in ("bf16", "fp16"))])
 def test_offload_changes_nothing(precision: str, warm: Warm) -> None:
     warm.run(2, "test_offload:trial", precision)

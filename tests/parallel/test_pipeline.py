@@ -256,7 +256,7 @@ WORLDS = [world for world in sorted(GRID) if world <= 4 or LONG]
 
 
 @pytest.mark.parametrize("turned", [False, True] if LONG else [False])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [pytest.param(w, marks=[pytest.mark.slow] * (w > 3)) for w in WORLDS])
 def test_pipeline_equals_the_local_engine(world: int, turned: bool, tmp_path: Path, warm: Warm) -> None:
     """`turned`: dropout on where the row has it off, and off where the row has it on."""
     cases = GRID[world] + ROUNDED.get(world, [])

@@ -242,6 +242,7 @@ def test_deepspeeds_warnings_are_hidden_and_its_errors_shown() -> None:
     assert "of use" in done.stdout + done.stderr and "of no use" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["--master-port=0", "--standalone"])
 def test_processes_meet_under_torchrun(how: str, tmp_path: Path) -> None:
     """The first attempt fails after all have met; torchrun restarts it, and the new attempt sees none of the old keys.

@@ -30,7 +30,7 @@ from deepnmt.processes import heartbeat
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 UPDATES, SAVE_EVERY, VALIDATE_EVERY, KILLS = (60, 4, 7, 7) if LONG else (16, 3, 4, 3)
-# name: processes, layout, pipeline stages, settings. A new layout is one more row.
+# name: processes, layout, pipeline stages, settings. A new layout is one more row, and may be a slow one.
 LAYOUTS: dict[str, tuple[int, str, int, tuple[str, ...]]] = {
     "local": (1, "local", 0, ()),
     "zero1-2": (2, "zero1_fp32", 0, ()),
@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, str, int, tuple[str, ...]]] = {
     # a pipeline, in which several streams have shares that grow with the updates
     "streams": (2, "zero1_fp32", 2, ("model.encoder.block=siamese", "model.decoder.block=mhc", "model.decoder.ramp=6")),
 }
+SLOW = ("zero3-2", "streams")
 
 
 def saves(run: Path) -> set[Path]:
@@ -71,7 +72,7 @@ def strike(warm: Warm, world: int, kind: str, count: int, draw: random.Random, *
     assert -signal.SIGALRM in codes and 0 not in codes, f"{ranks}, {kind}, {count}: {codes}\n{warm.said()}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_killed_at_random_moments(layout: str, prepared: Path, tmp_path: Path, warm: Warm) -> None:
     world, name, stages, settings = LAYOUTS[layout]
     recipe, whole, broken = str(prepared / "recipe.yaml"), tmp_path / "whole", tmp_path / "broken"

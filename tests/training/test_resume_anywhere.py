@@ -39,6 +39,7 @@ LAYOUTS = {
     "pipeline-2x2": (4, "zero1_fp32", 2),
     "pipeline-2-zero0": (2, "zero0_fp32", 2),
 }
+SLOW = ("zero3-4", "offload-2", "pipeline-4")
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 MICRO_BATCHES, SAVED, MORE = 4, (6 if LONG else 2), (20 if LONG else 3)
 
@@ -111,7 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("anywhere")
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("target", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
 def test_resumes_from_every_layout(target: str, folder: Path, warm: Warm) -> None:
     for name in ("local", *sources_of(target)):
         if not (folder / f"{name}.json").exists():  # each is saved once, by the first test that needs it
