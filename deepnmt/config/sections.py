@@ -964,8 +964,8 @@ class Parallel(Section):
     again in the backward pass, to save memory; 0: all activations are kept."""
     compile: bool = False
     """Whether torch.compile fuses what a layer computes in training; not with ZeRO-3, nor with blocks that keep every
-    output (dlcl, dlcl_post, attn_res and block_attn_res). The first update then takes a minute or more. On a GPU
-    dropout draws other masks than without it."""
+    output (dlcl, dlcl_post, attn_res and block_attn_res). The first update then takes a minute or more. It is meant
+    for GPUs; on CPUs nothing was gained. On a GPU dropout draws other masks than without it."""
     overrides: list[str] = Field(default_factory=list)
     """Sets of operations that take the place of PyTorch's own in training and its validations: `triton`, for a GPU
     from Ampere on, where dropout then draws other masks. It has not run on a GPU yet. A CPU ignores it."""
