@@ -26,24 +26,18 @@ demo-clean:
 	rm -rf runs/demo data/demo
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Tests of visitors, other tasks than translation, studies, launchers, machines of a cluster and GPUs. Those that start
-# processes run with `make changed` where they belong to a change, and with `make test-all`.
-BESIDE := tests/processes/test_launcher.py tests/processes/test_torchrun.py tests/extras tests/tasks tests/studies \
-  tests/nodes tests/gpu
-CORE := $(addprefix --ignore=,$(BESIDE))
 
 # The core, without what starts processes.
 quick: $(STAMP)
-	@$(PYTEST) $(CORE) --ignore tests/project --ignore tests/recipes -m quick
+	@$(PYTEST) -m "quick and not slow" $(addprefix --ignore=tests/,project recipes extras tasks studies)
 
 # The tests that belong to what differs from main.
 changed: $(STAMP)
 	@$(BIN)/python .ci/changed.py
 
-# The core but for slow tests, and of the rest what starts no processes.
+# All but slow tests; tests/conftest.py says which they are.
 test: $(STAMP)
-	@$(PYTEST) $(CORE) -m "not slow"
-	@$(PYTEST) $(BESIDE) -m quick
+	@$(PYTEST) -m "not slow"
 
 # Everything.
 test-all: $(STAMP)

@@ -104,6 +104,8 @@ LONGEST = [
 _LONG = 30.0
 
 
+# Beside the core: visitors, other tasks than translation, studies, machines of a cluster, GPUs, launchers.
+BESIDE = ("extras", "tasks", "studies", "nodes", "gpu", "processes/test_launcher.py", "processes/test_torchrun.py")
 # What starts processes: fixtures, and names that a test file has imported.
 STARTS = {"warm", "installed", "wheel", "tool", "study", "subprocess", "run_on_ranks", "Warm"}
 
@@ -124,15 +126,17 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that no worker is left alone with one at the end.
 
-    Marks as slow what works from a wheel, and as quick what starts no process and is in none of these files.
+    Marks as quick what starts no process and is in none of these files, and as slow what works from a wheel, or starts
+    processes beside the core. The core's slow tests are marked where they stand.
     """
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
     for item in items:
         assert isinstance(item, pytest.Function)
-        if {"wheel", "installed"} & {*item.fixturenames}:
-            item.add_marker("slow")
-        elif item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}:
+        if item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}:
             item.add_marker("quick")
+        elif {"wheel", "installed"} & {*item.fixturenames} or (
+                item.path.relative_to(ROOT / "tests").as_posix().startswith(BESIDE)):
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -418,6 +418,7 @@ def test_packed_files_tables_and_files_that_share_a_shard(
     assert len(set(folders)) == 1, "the fingerprint is that of the content"
 
 
+@pytest.mark.slow
 def test_dask_gives_the_same_bytes(prepared: Path, texts: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("dask", reason="Dask is not installed: pip install 'deepnmt[dask]'")
     whole = _prepared(_recipe(prepared, tmp_path / "whole", texts))

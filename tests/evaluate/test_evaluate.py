@@ -230,6 +230,7 @@ def test_a_difference_in_one_line_of_many_is_chance() -> None:
     assert bleu.difference < 0 and bleu.p_value > 0.05
 
 
+@pytest.mark.slow
 def test_p_is_the_chance_of_equal_systems() -> None:
     """Of 300 pairs of equal systems 15 should have p < 0.05, by chance 5 to 27; SacreBLEU's bootstrap gives it to
     more. `python -m studies equal-systems` does the same with all trials on a real text."""

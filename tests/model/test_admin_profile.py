@@ -235,6 +235,7 @@ def test_ranks_that_share_a_batch_measure_the_same(world: int, method: Any) -> N
     assert first != pytest.approx(alone.encoder, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_thousand_layers_need_the_memory_of_one() -> None:
     model = shape(layers=(1000, 50))
     live: weakref.WeakSet[Layer] = weakref.WeakSet()

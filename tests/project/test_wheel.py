@@ -46,6 +46,7 @@ def test_the_wheel_holds_every_recipe_and_configuration(wheel: Path) -> None:
     assert not any(name.startswith("tests/") for name in names)
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_tests_and_docs(tmp_path: Path) -> None:
     with tarfile.open(build(tmp_path, "sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

@@ -32,14 +32,14 @@ LAYOUTS = {
     "zero1-2": (2, "zero1_fp32", 0),
     "zero2-2": (2, "zero2_fp32", 0),
     "zero3-2": (2, "zero3_fp32", 0),
+    "pipeline-2": (2, "zero1_fp32", 2),
+    "pipeline-2-zero0": (2, "zero0_fp32", 2),
     "zero3-4": (4, "zero3_fp32", 0),
     "offload-2": (2, "zero3_offload_fp32", 0),
-    "pipeline-2": (2, "zero1_fp32", 2),
     "pipeline-4": (4, "zero1_fp32", 4),
     "pipeline-2x2": (4, "zero1_fp32", 2),
-    "pipeline-2-zero0": (2, "zero0_fp32", 2),
 }
-SLOW = ("zero3-4", "offload-2", "pipeline-4")
+SLOW = ("zero3-4", "offload-2", "pipeline-4", "pipeline-2x2")
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 MICRO_BATCHES, SAVED, MORE = 4, (6 if LONG else 2), (20 if LONG else 3)
 
