@@ -22,7 +22,7 @@ BUDGETS = {
     "deepnmt/parallel": 14_500, "deepnmt/processes": 9_000, "deepnmt/training": 17_900,
     "deepnmt/tasks": 33_450,
     "deepnmt": 17_650,  # its own files, not those of the rooms
-    "deepnmt/extras": 95_800, "studies": 61_900, "tests": 384_850,
+    "deepnmt/extras": 95_800, "studies": 61_900, "tests": 384_950,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
