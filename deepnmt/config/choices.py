@@ -215,7 +215,7 @@ BLOCKS = Choices({
         branch_ends=("out_norms",),
         family=_PRE, cost="K LNs",
         claim="steadier than Pre-LN at 0.4B to 3.2B: 0 of 5 runs diverge; in Gemma 2, 3 and T5Gemma",
-        seen="memory × 1.17, time × 1.3; 18.5 BLEU at 6L-6L", take="fp16, or a Pre-LN that diverges"),
+        seen="memory × 1.17, time × 1.3; 18.5 BLEU at 6L-6L, 13.7 at 18L-18L", take="fp16, or a Pre-LN that diverges"),
     "lns": BlockFacts(
         line="x ← x + F_i(LN_i(x)/√l), l from 1", paper="Sun et al. 2025", exported_as="pre_ln",
         family=_PRE,
@@ -226,19 +226,21 @@ BLOCKS = Choices({
         line="x ← LN'_i(αx + F_i(LN_i(x))), α = KL", paper="Chen et al. 2026",
         family=_POST, cost="K LNs",
         claim="60.9 (Pre-LN 57.9) mean score at 1,024 sub-layers; not for little data",
-        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L; 23.5 BLEU at 6L-6L",
+        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L; 23.5 BLEU at 6L-6L, 22.6 at 18L-18L",
         take="hundreds of layers, much text, high rates"),
     "siamese": BlockFacts(
         line="x ← LN_x(x); z = F_i(LN_i(x + LN_y(y))); x ← x + z/√(K(l+1)); y ← y + z", paper="arXiv 2602.08064",
         family=_STREAMS, start="x = y", cost="2K LNs; 2 streams",
         claim="perplexity 15.98 (Pre-LN 18.02) at 80 layers, 390M",
-        seen="memory × 1.33, time × 1.4; 24.3 BLEU at 6L-6L", take="depth; nobody but its authors has reported it"),
+        seen="memory × 1.33, time × 1.4; 24.3 BLEU at 6L-6L, 21.4 at 18L-18L",
+        take="depth; nobody but its authors has reported it"),
     "sub_ln": BlockFacts(
         line="as `pre_ln`, with one more LN inside self-attention and FFN", paper="Wang et al. 2022, Magneto",
         family=_PRE,
         start="v, out, fc1, fc2 × √ln(3M) (decoder), × √(ln(3M)·ln(2N)/3) (encoder); not in the cross-attention",
         cost="2 LNs, of D and I", claim="one block for text, vision and speech, better than the usual one of each",
-        seen="memory × 1.33, time × 1.3; 17.5 BLEU at 6L-6L", take="its constants are made for an encoder-decoder"),
+        seen="memory × 1.33, time × 1.3; 17.5 BLEU at 6L-6L, 13.6 at 18L-18L",
+        take="its constants are made for an encoder-decoder"),
     "mix_ln": BlockFacts(
         line="as `post_ln` in the lowest quarter of the layers, as `pre_ln` above", paper="Li et al. 2024",
         family=_PRE, claim="better than Pre-LN from 70M to 7B; at Keel's depths only at low rates",
@@ -252,7 +254,8 @@ BLOCKS = Choices({
     "block_attn_res": BlockFacts(
         line="as `attn_res`, over sums of ⌈KL/N⌉ sub-layers", paper="Kimi Team 2026", options=("residual_blocks",),
         family=_BELOW, start="w = 0", cost="2KD; keeps at most N + 1 tensors", claim="nearly as `attn_res`",
-        seen="memory × 1.18, time × 2.9; 24.3 BLEU at 6L-6L", take="depth beyond 20 layers of the same"),
+        seen="memory × 1.18, time × 2.9; 24.3 BLEU at 6L-6L, 23.8 at 18L-18L",
+        take="depth beyond 20 layers of the same"),
     "hyper": BlockFacts(
         line="H ← A_rᵀH + Bᵀ F_i(LN_i(A_mᵀH)), n streams H", paper="Zhu et al. 2024", options=("streams",),
         family=_STREAMS, start="W = 0, s = 0.01, A_m = e_{k mod n}, A_r = I, B = 1",
