@@ -29,7 +29,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The core, without what starts processes.
 quick: $(STAMP)
-	@$(PYTEST) -m "quick and not slow" $(addprefix --ignore=tests/,project recipes extras tasks studies)
+	@$(PYTEST) -m "quick and not slow" $(addprefix --ignore=tests/,project recipes extras tasks studies nodes gpu)
 
 # The tests that belong to what differs from main.
 changed: $(STAMP)
