@@ -34,7 +34,6 @@ from deepnmt.checkpoint.checkpoint import MANIFEST, Which, load_model
 from deepnmt.config import Recipe, check_recipe, load_recipe, override
 from deepnmt.config.plugins import name_plugins
 from deepnmt.config.sections import NAMED
-from deepnmt.data.prepare import prepare as prepare_data
 from deepnmt.data.tables import is_whole
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.models import cast_weights, load_searcher
@@ -51,6 +50,7 @@ from deepnmt.model.transformer import Transformer
 from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.status import PREEMPTED
+from deepnmt.training.task import prepare as prepare_data
 from deepnmt.training.trainer import SIGNALS
 from deepnmt.training.trainer import train as train_run
 
@@ -221,7 +221,8 @@ class Run:
         return self.source_vocab, self.target_vocab
 
     def evaluate(self, tests: Sequence[str] | None = None, *, seed: int | None = None, **settings: Any) -> Report:
-        """Translates test sets and scores them with SacreBLEU, as `deepnmt evaluate` does, but writes no file.
+        """Translates test sets and scores them with SacreBLEU, as `deepnmt evaluate` does, but writes no file, and asks
+        no metric of another program.
 
         Args:
             tests: names in the recipe's `data.test`, "NAME=SRC,REF" (two text files) or names of SacreBLEU's such as
@@ -339,11 +340,14 @@ def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = Non
         The run, with its newest checkpoint.
 
     Raises:
-        UserError: the recipe is faulty, its data are not prepared, the run cannot begin or resume, or it diverges; or
-            another thread trains.
+        UserError: the recipe is faulty, or not of translation, its data are not prepared, the run cannot begin or
+            resume, or it diverges; or another thread trains.
         KeyboardInterrupt: training was interrupted, and has saved.
     """
     checked = read_recipe(recipe, changes)
+    if checked.task != "translation":
+        raise UserError("deepnmt.train returns a model that translates, but the task of this recipe is "
+                        f"{checked.task}; train it with the command: deepnmt train RECIPE")
     run_training(checked)
     return load(Path(checked.run), "newest")  # whose plug-ins the recipe has named
 
@@ -383,7 +387,7 @@ def prepare(recipe: str | Path | Settings | Recipe, changes: Settings | None = N
         UserError: a text is faulty, `vocab.size` does not suit it, the folder holds other data, ...
     """
     checked = read_recipe(recipe, changes)
-    if not checked.data.workers:
+    if getattr(checked.data, "workers", None) == 0:  # some tasks have no such setting
         checked = _changed(checked, {"data.workers": 1})
     return prepare_data(checked)
 

@@ -140,7 +140,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
             if not Path(run).is_dir():
                 raise UserError(f"{run} is neither the folder of a run nor of the form KEY=VALUE; give one of the two")
     folder = Path(args.recipe)
-    if (folder / "manifest.json").is_file():
+    if (folder / "state.json").is_file():
         raise UserError(f"{folder} is a checkpoint, not a recipe or a run; give the folder of the run, and name the "
                         "checkpoint with --checkpoint where the command has that option")
     overrides = list(args.overrides)

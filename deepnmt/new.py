@@ -21,7 +21,7 @@ from deepnmt.config.load import yaml_line
 from deepnmt.data.split import split_corpus
 from deepnmt.data.subword_variants import SAMPLERS
 from deepnmt.data.text import Pair, read_pairs
-from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.data.vocab import Vocabulary, VocabularySizeError, train_vocabulary
 from deepnmt.errors import UserError
 from deepnmt.files import reporting, write_text
 from deepnmt.progress import show_progress
@@ -176,14 +176,20 @@ class Lengths:
 
 
 def fitting_vocabulary(lines: Sequence[str], kind: str, size: int) -> tuple[bytes, int]:
-    """A vocabulary of `size` pieces, or of as many as these lines give, and how many it has. Raises `UserError`."""
+    """A vocabulary of `size` pieces, and how many it has: fewer where these lines give fewer, and then a fifth less
+    than they give, since some of them are held out; more where their characters need more. Raises `UserError`."""
     while True:
         try:
             return train_vocabulary(lines, Vocab(kind=kind, size=size)), size
-        except UserError:
-            if size <= 8:  # the least that `vocab.size` may be
+        except VocabularySizeError as fault:
+            if fault.limit > size:
+                size = fault.limit
+            else:
+                size = fault.limit * 4 // 5
+                if size >= 100:
+                    size = size // 50 * 50
+            if size < 8:  # the least that `vocab.size` may be
                 raise
-            size = size * 3 // 4 // 50 * 50 if size >= 100 else max(8, size * 3 // 4)
 
 
 def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
@@ -287,7 +293,8 @@ def new_recipe(
             written = [f"{count:,} {part}" for part, count in counts.items()]
             report.append(f"{folder}: {', '.join(written)}")
         row = next(row for row in TABLE[kind] if pairs <= row.pairs)
-        lengths = try_vocabulary(facts.sample, row.vocab)
+        # Chinese or Japanese has thousands of characters, each of which is a piece; as many more may be words.
+        lengths = try_vocabulary(facts.sample, max(row.vocab, 2 * facts.alphabet))
         text, numbers = _recipe(file.stem, row, texts, langs, pairs, lengths, kind, precision, words, held_out, facts)
         write_recipe(file, text)
     load_recipe(file, [])

@@ -104,8 +104,8 @@ LONGEST = [
 _LONG = 30.0
 
 
-# Beside the core: visitors, other tasks than translation, studies, machines of a cluster, GPUs, launchers.
-BESIDE = ("extras", "tasks", "studies", "nodes", "gpu", "processes/test_launcher.py", "processes/test_torchrun.py")
+# Beside the core: visitors, other tasks than translation, machines of a cluster, launchers.
+BESIDE = ("extras", "tasks", "nodes", "processes/test_launcher.py", "processes/test_torchrun.py")
 # What starts processes: fixtures, and names that a test file has imported.
 STARTS = {"warm", "installed", "wheel", "tool", "study", "subprocess", "run_on_ranks", "Warm"}
 
@@ -126,16 +126,19 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that no worker is left alone with one at the end.
 
-    Marks as quick what starts no process and is in none of these files, and as slow what works from a wheel, or starts
-    processes beside the core. The core's slow tests are marked where they stand.
+    Marks as quick what starts no process and is in none of these files, and as slow what works from a wheel, starts
+    processes beside the core, or is of a study or a GPU. The core's slow tests are marked where they stand.
     """
     items.sort(key=lambda item: (*LONGEST, item.path.stem).index(item.path.stem))
     for item in items:
         assert isinstance(item, pytest.Function)
-        if item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}:
+        place = item.path.relative_to(ROOT / "tests").as_posix()
+        quick = item.path.stem not in LONGEST and not STARTS & {*item.fixturenames, *vars(item.module)}
+        if quick:
             item.add_marker("quick")
-        elif {"wheel", "installed"} & {*item.fixturenames} or (
-                item.path.relative_to(ROOT / "tests").as_posix().startswith(BESIDE)):
+        starts_beside_the_core = not quick and (
+            place.startswith(BESIDE) or bool({"wheel", "installed"} & {*item.fixturenames}))
+        if starts_beside_the_core or place.startswith(("studies", "gpu")):
             item.add_marker("slow")
 
 

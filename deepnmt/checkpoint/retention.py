@@ -87,6 +87,8 @@ def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
 def most_at_once(train: Train) -> int:
     """How many checkpoints of a run are on the disk at a time, at most, with the one that is being written."""
     saves = -(-train.updates // train.save_every)  # rounded up
+    if train.validate_every:  # the best of them are saved, too
+        saves += train.updates // train.validate_every
     by_rules = sum(rule.most(train) for rule in RULES.values())
     return min(by_rules, saves) + 1
 

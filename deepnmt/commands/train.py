@@ -101,8 +101,9 @@ def status(words: list[str]) -> int:
         "deepnmt status runs/my\n"
         "deepnmt status my.yaml run=runs/other",
     )
-    folder = Path(parser.parse_intermixed_args(words).recipe)
-    if not folder.is_dir():  # a run that was killed early has no recipe yet
+    args = parser.parse_intermixed_args(words)
+    folder = Path(args.recipe)
+    if args.overrides or not folder.is_dir():  # a run that was killed early has no recipe yet
         folder = Path(parse(parser, words)[1].run)
     from deepnmt.training.status import run_status
 

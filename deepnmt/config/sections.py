@@ -14,7 +14,15 @@ from collections.abc import Iterator, Mapping
 from glob import has_magic
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
 
 from deepnmt.config.choices import (
     ACTIVATIONS,
@@ -272,6 +280,16 @@ class TrainText(_Corpora):
         for name, corpus in self.corpora.items():
             self.corpora[name] = corpus.model_copy(update={"cleaning": corpus.cleaning.beside(self.cleaning)})
         return self
+
+    @model_serializer(mode="wrap")
+    def _cleaning_of_its_own(self, dump: SerializerFunctionWrapHandler) -> Any:
+        """Of each corpus what it has of its own, so that a change of the common settings reaches it."""
+        tree = dump(self)
+        for corpus in tree.get("corpora", {}).values():
+            common = tree.get("cleaning", {})
+            own = corpus.get("cleaning", {})
+            corpus["cleaning"] = {name: value for name, value in own.items() if value != common.get(name)}
+        return tree
 
 
 class ValidText(_Corpora, AlignedScoredCorpus):

@@ -193,11 +193,16 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         missing = _without(units, work.shard)
         if missing:
             return f"{len(missing)} of {len(units)} units are not encoded yet, {name_of(missing[0])} among them"
-        with _alone(folder):
+        try:
+            with _alone(folder):
+                if is_free(target):
+                    folders.recover(target)
+                    finish(work, units, target)
+                    shutil.rmtree(folder, ignore_errors=True)
+        except FileNotFoundError:
             if is_free(target):
-                folders.recover(target)
-                finish(work, units, target)
-                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            # else another process, for which this one waited, has finished and removed the folder
     return ""
 
 

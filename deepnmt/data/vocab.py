@@ -57,16 +57,26 @@ def train_vocabulary(sentences: Iterable[str], settings: config.Vocab, tags: Seq
     return model.getvalue()
 
 
+class VocabularySizeError(UserError):
+    """`vocab.size` is too large for a text, or too small for its characters; `limit` is the next size that is not."""
+
+    def __init__(self, text: str, limit: int) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
 def _size_fault(message: str, settings: config.Vocab) -> Exception:
     """The `UserError` for an error of SentencePiece's trainer that the user can correct, else a `RuntimeError`."""
     largest = re.search(r"set it to a value <= (\d+)", message)
     if largest:
-        return UserError(f"vocab.size is {settings.size}, but the training text gives at most {largest[1]} "
-                         f"{settings.kind} pieces; set vocab.size to {largest[1]} or less")
+        return VocabularySizeError(
+            f"vocab.size is {settings.size}, but the training text gives at most {largest[1]} {settings.kind} pieces; "
+            f"set vocab.size to {largest[1]} or less", int(largest[1]))
     smallest = re.search(r"required_chars\. \d+ vs (\d+)", message)
     if smallest:
-        return UserError(f"vocab.size is {settings.size}, but the training text has characters for {smallest[1]} "
-                         f"pieces; set vocab.size to {smallest[1]} or more, or vocab.character_coverage lower")
+        return VocabularySizeError(
+            f"vocab.size is {settings.size}, but the training text has characters for {smallest[1]} pieces; set "
+            f"vocab.size to {smallest[1]} or more, or vocab.character_coverage lower", int(smallest[1]))
     if "sentences_.empty()" in message or "all_chars_count" in message:
         return UserError("the training text has no line to learn a vocabulary from: every line is over 4,192 bytes, "
                          f"which SentencePiece skips, or has only spaces and {SPACE}; give one sentence a line")

@@ -139,6 +139,8 @@ def score_files(
     ranks = ranks or Ranks.alone()
     inputs = [source] if not translations else [source, translations]
     lines_out = check_files(inputs, target, ranks)
+    if settings.backend != "torch":  # an export searches, and knows no log-probabilities of given translations
+        settings = settings.model_copy(update={"backend": "torch", "precision": "fp32"})
     models = load_models(folders, settings, ranks, expected)
     totals = Totals()
 

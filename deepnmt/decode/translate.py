@@ -491,8 +491,8 @@ def require_choosable(settings: config.Translate, references: Sequence[str] | No
         raise UserError("translate.choose is chrf, against translations that are there already; name their file with "
                         "--references, which translate alone has, or set translate.choose to mbr or score")
     if settings.choose not in ("score", "mbr", "chrf") and judge is None:
-        raise UserError(f"translate.choose is {settings.choose}, which translate and evaluate can ask alone; set "
-                        "translate.choose=score translate.candidates=1")
+        raise UserError(f"translate.choose is {settings.choose}, which only the commands translate and evaluate ask; "
+                        "set translate.choose=score translate.candidates=1")
 
 
 def _best(hypotheses: Sequence[Hypothesis], values: Sequence[float], count: int) -> list[int]:

@@ -515,7 +515,12 @@ def test_prune_keeps_the_last_the_best_and_every_kth(
     gone = prune(tmp_path, train, scores)
     assert [update_of(path) for path in list_checkpoints(tmp_path)] == kept
     assert {update_of(path) for path in gone} == set(range(1, 7)) - set(kept)
-    assert not list(tmp_path.glob(".*")) and len(kept) < most_at_once(train) <= 7
+    assert not list(tmp_path.glob(".*")) and len(kept) < most_at_once(train) <= 11
+
+
+def test_validations_save_their_best_beside_what_is_saved_on_schedule() -> None:
+    train = Train(updates=900, save_every=1000, validate_every=50, keep_last=4, keep_best=1)
+    assert most_at_once(train) == 6
 
 
 def test_a_full_disk_takes_those_of_keep_every_last(tmp_path: Path) -> None:

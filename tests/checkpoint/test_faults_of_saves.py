@@ -31,6 +31,7 @@ from deepnmt.processes.process_group import processes
 from deepnmt.processes.ranks import Ranks
 
 WORLD = 2
+RANKS = [0, pytest.param(1, marks=pytest.mark.slow)]
 
 
 def parts_of(update: int, ranks: Ranks) -> list[Part]:
@@ -149,7 +150,7 @@ def changes(preloaded: Warm, tmp_path_factory: pytest.TempPathFactory) -> list[i
     return [Path(f"{run}.{rank}.count").stat().st_size for rank in range(WORLD)]
 
 
-@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("rank", RANKS)
 def test_killed_at_every_write_of_every_process(
     rank: int, preloaded: Warm, changes: list[int], tmp_path: Path
 ) -> None:
@@ -165,7 +166,7 @@ def test_killed_at_every_write_of_every_process(
     print(f"process {rank}: {len(found)} kills, {found.count(20)} of them after the new checkpoint was complete")
 
 
-@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_full_disk_at_every_write_of_every_process(
     rank: int, preloaded: Warm, changes: list[int], tmp_path: Path
 ) -> None:

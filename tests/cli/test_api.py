@@ -234,6 +234,12 @@ def test_mistakes(run: deepnmt.Run, prepared: Path, tmp_path: Path, monkeypatch:
         deepnmt.train(recipe, {"train.updatse": 3})
     with user_error("run: is missing"):
         deepnmt.read_recipe({"seed": 3})
+    other = {"run": "run", "task": "masked_lm", "data": {"folder": "data", "train": ["none"], "valid": ["none"]},
+             "model": {"encoder": {"layers": 1}, "decoder": None}, "train": {"updates": 1}}
+    with user_error("but the task of this recipe is masked_lm; train it with the command"):
+        deepnmt.train(other)
+    with user_error("there is no text file none"):
+        deepnmt.prepare(other)
     with user_error("there is no prepared data"):
         deepnmt.train(recipe, {"run": tmp_path / "run", "data.folder": tmp_path / "nowhere"})
     for changes in (5, {1: 2}):

@@ -170,6 +170,12 @@ def test_run_of_other_text(prepared: Path, run: Path, refused: Refused, tmp_path
     assert contents(run) == before
 
 
+def test_folders_that_are_no_run(prepared: Path, run: Path, refused: Refused) -> None:
+    assert "is a checkpoint, not a recipe or a run" in refused("train", run / "checkpoints" / NEWEST)
+    assert "holds no recipe.yaml" in refused("train", prepared / "data")
+    assert "train.updatse: unknown setting" in refused("status", run, "train.updatse=3")
+
+
 def test_a_run_folder_that_is_a_checkpoint(prepared: Path, run: Path, refused: Refused) -> None:
     checkpoint = run / "checkpoints" / NEWEST
     before = contents(checkpoint)

@@ -257,7 +257,10 @@ def test_a_corpus_has_the_common_settings_but_for_its_own(prepared: Path, tmp_pa
     news, web = (corpus.cleaning for corpus in recipe.data.train.corpora.values())
     assert news == Cleaning(score="quality", min_score=0.5, language_id="label")
     assert web == Cleaning(score="quality", min_score=0.05, language_id="label", drop_near_duplicates=True)
-    assert check_recipe(recipe.model_dump(), "again") == recipe, "as a run's folder has it"
+    tree = recipe.model_dump()
+    assert check_recipe(tree, "again") == recipe, "as a run's folder has it"
+    tree["data"]["train"]["cleaning"]["same_digits"] = True
+    assert all(corpus.cleaning.same_digits for corpus in check_recipe(tree, "again").data.train.corpora.values())
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

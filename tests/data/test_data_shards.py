@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,26 @@ def test_killed_and_called_again(prepared: Path, texts: dict[str, Any], tmp_path
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert not Path(recipe.data.folder).exists() and parts_folder(Path(recipe.data.folder)).exists()
     assert _prepared(recipe) == whole
+
+
+def test_another_process_finishes_while_this_one_waits(
+    prepared: Path, texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has removed the folder with the lock; the data are complete."""
+    recipe = _recipe(prepared, tmp_path / "a", texts)
+    alone, turns = parts._alone, iter(range(3))
+
+    @contextmanager
+    def late(folder: Path) -> Iterator[None]:
+        if next(turns) == 2:
+            monkeypatch.setattr(parts, "_alone", alone)
+            prepare(recipe)
+        with alone(folder):
+            yield
+
+    monkeypatch.setattr(parts, "_alone", late)
+    assert parts.prepare_in_parts(recipe, Path(recipe.data.folder))
+    assert _prepared(recipe)
 
 
 def test_the_sample_of_the_vocabulary_is_drawn_by_hash(prepared: Path, texts: dict[str, Any], tmp_path: Path) -> None:

@@ -329,6 +329,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_killed_run_leaves_no_folder_and_no_process(tmp_path: Path) -> None:
     """Killed when it has written the first of seven chunks, while its workers encode the others."""
     tree = _tree(tmp_path, train=7 * encoding.CHUNK)

@@ -53,7 +53,8 @@ def test_the_mean_over_the_validation_text_is_the_logs(
     run: Path, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, ranks = load_recipe(run), Ranks.alone()
-    totals = score_files(run, str(texts[0]), str(texts[1]), str(tmp_path / "out"), recipe.translate, ranks=ranks)
+    exported = recipe.translate.model_copy(update={"backend": "ctranslate2"})  # which searches alone
+    totals = score_files(run, str(texts[0]), str(texts[1]), str(tmp_path / "out"), exported, ranks=ranks)
     valid = next(r for r in deepnmt.load(run).log() if r["type"] == "valid")
     assert totals.loss / totals.tokens == pytest.approx(math.log(valid["perplexity"]), abs=1e-6)
     assert f"perplexity {valid['perplexity']:.2f}" in capsys.readouterr().err

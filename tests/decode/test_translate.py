@@ -151,7 +151,7 @@ def test_candidates_are_chosen_as_a_plain_reference_does(choose: str, method: st
         assert [values[h.text] for h in best] == pytest.approx([h.score for h in best], abs=1e-9)
     with user_error("translate.choose is chrf, against translations that are there already; name their file"):
         translate_lines(loaded.model, loaded.vocabs, LINES, settings.model_copy(update={"choose": "chrf"}))
-    with user_error("translate.choose is mine, which translate and evaluate can ask alone"):
+    with user_error("translate.choose is mine, which only the commands translate and evaluate ask"):
         translate_lines(loaded.model, loaded.vocabs, LINES, settings.model_copy(update={"choose": "mine"}))
     for update in ({"nbest": 1, "choose": "mbr"}, {"nbest": 1, "choose": "score", "candidates": 1}):
         with user_error(f"references .no. have no effect because translate.choose is {update['choose']}"):

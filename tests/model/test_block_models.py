@@ -201,6 +201,7 @@ def test_a_pair_decodes_step_by_step_as_in_one_pass(encoder: str, decoder: str) 
     torch.testing.assert_close(steps, model.decode(trg, memory, lengths), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_pair_of_blocks_has_finite_gradients() -> None:
     """All pairs: loss and gradients are finite, and the target embeddings get a gradient."""
     shape = shapes("post_ln").model_dump() | {"width": 8, "heads": 2, "ffn": 8}

@@ -113,7 +113,7 @@ def control(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Path:
 # iterations make 8e-6 in the third loss and 4e-5 in its norm.
 MUON_SPREADS = [(2, 1e-5), (4, 3e-4)]
 LAYOUTS = [(1, "zero0_fp32", 0), (2, "zero0_fp32", 0), (2, "zero0_fp32", 2), (1, "zero1_fp32", 0), (2, "zero1_fp32", 0),
-           (1, "zero3_fp32", 0)]
+           pytest.param(1, "zero3_fp32", 0, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("world", "layout", "stages"), LAYOUTS)

@@ -26,7 +26,9 @@ NAMED: list[Row] = [(1, "local", 0), (2, "zero1_fp32", 2)]
 NAMED_TOO: list[Row] = [(2, "zero3_fp32", 0)]
 
 
-@pytest.mark.parametrize(("world", "layout", "stages"), [*BLOWN, *(BLOWN_TOO if LONG else [])])
+@pytest.mark.parametrize(("world", "layout", "stages"), [
+    pytest.param(*row, marks=[pytest.mark.slow] * row[1].endswith("fp16"))
+    for row in [*BLOWN, *(BLOWN_TOO if LONG else [])]])
 def test_run_that_diverged(world: int, layout: str, stages: int, prepared: Path, tmp_path: Path, warm: Warm) -> None:
     recipe, run, whole = prepared / "recipe.yaml", tmp_path / "run", tmp_path / "whole"
     kind = "fp32" if layout == "local" else layout.rpartition("_")[2]

@@ -115,6 +115,7 @@ def test_training_goes_on_to_the_bit(failing: Warm, prepared: Path, tmp_path: Pa
     print(f"{changes} changes in a run, {told} faults told")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(24 * 3600 if LONG else 1800)
 def test_an_average_is_the_old_or_the_new(failing: Warm, prepared: Path, tmp_path: Path) -> None:
     recipe, run = prepared / "recipe.yaml", tmp_path / "run"

@@ -68,6 +68,7 @@ def trained(warm: Warm, recipe: Path, run: Path, start: Start, updates: int, *mo
 PRECISIONS = [("fp16", 2e-2), *([("fp32", 1e-4)] if os.environ.get("DEEPNMT_LONG") else [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS)
 def test_layout_changes_between_starts(
     precision: str, tolerance: float, prepared: Path, tmp_path: Path, warm: Warm

@@ -152,6 +152,7 @@ def test_paths_may_differ_if_the_recipe_says_so(train: Callable[..., str], prepa
     assert "the SHA-256 of plugins is " in train("train.updates=9", *other)
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_is_not_shared_is_refused_at_the_first_start(
         train: Callable[..., str], tmp_path: Path) -> None:
     refused = f"the run folder run is missing on {HOST}; every machine reads the checkpoints in it"
@@ -161,6 +162,7 @@ def test_a_run_folder_that_is_not_shared_is_refused_at_the_first_start(
     assert [file.name for file in (tmp_path / "0" / "run").iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_half_of_one_checkpoint_and_half_of_another(train: Callable[..., str], tmp_path: Path) -> None:
     """The second machine holds another run of that name."""
     train("run=../0/run", code=0)

@@ -53,8 +53,12 @@ def make_corpus(
             return stamp
     except (OSError, ValueError, KeyError):
         pass  # missing or damaged
-    if not is_free(folder) and not (folder / _STAMP).is_file():
-        raise UserError(f"{folder} has other content than a demo corpus; choose a new folder")
+    if not is_free(folder):
+        names = {_STAMP, *(f"{split}.{lang}" for split in ("train", "valid", "test") for lang in ("en", "de"))}
+        others = sorted({path.name for path in folder.iterdir()} - names)
+        if others or not (folder / _STAMP).is_file():
+            what = f" ({others[0]})" if others else ""
+            raise UserError(f"{folder} has other content than a demo corpus{what}; choose a new folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -37,7 +37,8 @@ def run_demo(recipe: Recipe, pairs: int) -> None:
         UserError: the recipe has another training text; `pairs` is below 10; or a step raises it.
     """
     started = time.monotonic()
-    if [Path(file).name for file in (*recipe.data.train.src, *recipe.data.train.trg)] != ["train.en", "train.de"]:
+    if recipe.task != "translation" or (
+            [Path(file).name for file in (*recipe.data.train.src, *recipe.data.train.trg)] != ["train.en", "train.de"]):
         raise UserError("the demo writes its own texts, train.en and train.de, but data.train names others; use "
                         "demo/admin_18l-18l or a copy of it")
     if pairs < 10:
@@ -112,7 +113,7 @@ def require_same_settings(trained: Recipe, recipe: Recipe) -> None:
             changes.append(str(change))
     if changes:
         raise UserError(f"{recipe.run} is finished, but was trained with other settings:\n  " + "\n  ".join(changes)
-                        + "\nrestore them, run make demo-clean to start over, or set another folder with run=FOLDER")
+                        + f"\nrestore them, remove {recipe.run} to start over, or set another folder with run=FOLDER")
 
 
 def is_scored(recipe: Recipe, scores: Path) -> bool:

@@ -3,19 +3,26 @@
 Both compute the same function, so weights only change their names. The exported folder has config.json and
 model.safetensors for transformers, and the SentencePiece model src.spm, whose ids are the model's: bos is [CLS], eos
 [SEP], `<mask>` [MASK]. An imported WordPiece vocabulary (vocab.txt) becomes a SentencePiece model of the same pieces,
-which prefers few pieces to long first ones, so that some words are segmented otherwise; an id means the same.
+which splits off punctuation, and lower-cases, as BERT does. It prefers few pieces to long first ones, so that some
+words are segmented otherwise; an id means the same.
 
 `V` vocabulary.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -294,7 +301,50 @@ def _vocabulary(folder: Path) -> tuple[bytes, list[int]]:
         order.append(number)
     model.trainer_spec.model_type = model.trainer_spec.UNIGRAM
     name_special(model)
-    model.normalizer_spec.name, model.normalizer_spec.add_dummy_prefix = "identity", True
+    model.normalizer_spec.CopyFrom(_normalizer(_is_uncased(folder, pieces)))
     made: bytes = model.SerializeToString()
     Vocabulary(made)
     return made, order
+
+
+def _is_uncased(folder: Path, pieces: Sequence[str]) -> bool:
+    """Whether BERT lower-cases a text before it looks for its pieces."""
+    with suppress(OSError, ValueError, AttributeError):
+        said = json.loads((folder / "tokenizer_config.json").read_bytes()).get("do_lower_case")
+        if isinstance(said, bool):
+            return said
+    return not any(piece != piece.lower() for piece in pieces if not piece.startswith("["))
+
+
+def _normalizer(uncased: bool) -> Any:
+    """SentencePiece's rules that split a text as BERT's tokenizer does (Devlin et al. 2019, their `BasicTokenizer`):
+    punctuation and each Chinese character stand alone, control characters go; of an uncased model all is lower-case and
+    without accents."""
+    rules = []
+    for character in map(chr, range(1, sys.maxunicode + 1)):
+        kind, becomes = unicodedata.category(character), character
+        if kind == "Cs":
+            continue
+        if character in "\t\n\r" or kind == "Zs":
+            becomes = " "
+        elif kind in ("Cc", "Cf"):
+            becomes = ""
+        elif uncased:
+            letters = unicodedata.normalize("NFD", character.lower())
+            becomes = "".join(letter for letter in letters if unicodedata.category(letter) != "Mn")
+        name = unicodedata.name(character, "")
+        is_chinese = name.startswith(("CJK UNIFIED IDEOGRAPH", "CJK COMPATIBILITY IDEOGRAPH"))
+        is_sign = kind.startswith("P") or (character.isascii() and kind.startswith("S"))
+        if is_sign or is_chinese:
+            becomes = f" {becomes} "
+        if becomes != character:
+            codes = " ".join(f"{ord(letter):X}" for letter in becomes)
+            rules.append(f"{ord(character):X}\t{codes}\t\n")
+    written = io.BytesIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".tsv") as file:
+        file.writelines(rules)
+        file.flush()
+        sentencepiece.SentencePieceTrainer.train(  # which alone compiles them
+            sentence_iterator=iter(["a"]), model_writer=written, vocab_size=8, hard_vocab_limit=False,
+            normalization_rule_tsv=file.name, minloglevel=2)
+    return sentencepiece_model.ModelProto.FromString(written.getvalue()).normalizer_spec

@@ -377,9 +377,9 @@ def _training_words(run: Evaluated, names: Sequence[str]) -> Counter[str] | None
             words.update(_split(reference))
     counts: Counter[str] = Counter()
     train = run.recipe.data.train
-    total = count_pairs(train)
-    line = f"counting words: {{:,}} of {total:,} pairs" if total else "counting words: {:,} pairs"
     try:
+        total = count_pairs(train)
+        line = f"counting words: {{:,}} of {total:,} pairs" if total else "counting words: {:,} pairs"
         with show_progress(line, total=total, desc="counting words", unit=" pairs", leave=False) as progress:
             for done, (_, target) in enumerate(read_pairs(train), start=1):
                 counts.update(word for word in _split(target) if word in words)

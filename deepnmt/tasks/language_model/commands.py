@@ -132,7 +132,7 @@ def score(words: list[str]) -> None:
                         help="an object a line in JSON, with the log-probability of every piece")
     add_checkpoint(parser)
     args, recipe = parse(parser, words)
-    settable(args, recipe.marked("score"), "a trained model scores as it is")
+    settable(args, ["run", "batch.tokens", "parallel.device", "parallel.threads"], "a trained model scores as it is")
     _require_pairs(recipe, "score", False)
     from deepnmt.tasks.language_model.scoring import score_file
 
@@ -161,7 +161,7 @@ def sample(words: list[str]) -> None:
         "this probability (default 1)")
     add_checkpoint(parser)
     args, recipe = parse(parser, words)
-    settable(args, ["seed", "data", "model"], "a trained model continues as it is")
+    settable(args, ["run", "seed", "parallel.device", "parallel.threads"], "a trained model continues as it is")
     _require_pairs(recipe, "sample", False)
     positive(args, "tokens", "count")
     if not args.temperature > 0 or args.top_k < 0 or not 0 < args.top_p <= 1:

@@ -106,7 +106,8 @@ def new_recipe(file: Path, text: str, hardware: Hardware | None = None) -> str:
         kind, precision, description = machine(hardware)
         row = next(row for row in TABLE[kind] if words["train"] <= row.words)
         pieces = 1.4 * words["train"]
-        _, vocab = fitting_vocabulary(learned, "unigram", row.vocab)
+        alphabet = {character for line in lines for character in line or ()}
+        _, vocab = fitting_vocabulary(learned, "unigram", max(row.vocab, 2 * len(alphabet)))
         held = f"{words['valid'] / sum(words.values()):.1%} of it"
         updates = round(min(max(row.passes * pieces / row.tokens, row.updates[0]), row.updates[1]))
         engine = "ds_config: null # plain PyTorch"

@@ -368,8 +368,13 @@ def test_a_complete_corpus_is_reused_and_a_damaged_one_made_again(tmp_path: Path
 
 def test_a_folder_of_other_things_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match="has other content than a demo corpus; choose a new folder"):
+    with pytest.raises(UserError, match=r"other content than a demo corpus \(notes.txt\); choose a new folder"):
         make_corpus(tmp_path, pairs=10, valid=1, test=1)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    make_corpus(tmp_path / "demo", pairs=10, valid=1, test=1)
+    (tmp_path / "demo" / "run").mkdir()
+    with pytest.raises(UserError, match=r"has other content than a demo corpus \(run\); choose a new folder"):
+        make_corpus(tmp_path / "demo", pairs=20, valid=1, test=1)
+    assert len(read(tmp_path / "demo", "train.en")) == 10 and (tmp_path / "demo" / "run").is_dir()
     with pytest.raises(UserError, match="valid of the demo corpus is 0, must be 1 or more"):
         make_corpus(tmp_path / "text", pairs=10, valid=0, test=1)

@@ -55,7 +55,7 @@ def test_a_finished_run_of_other_settings_is_not_reused(tmp_path: Path) -> None:
     head, *changes, way_out = str(fault.value).splitlines()
     assert head == "moved is finished, but was trained with other settings:"
     assert changes == ["  model.heads: 2 -> 4", "  seed: 1 -> 2", "  train.updates: 10 -> 7"]
-    assert "make demo-clean" in way_out and "run=FOLDER" in way_out
+    assert "remove moved to start over" in way_out and "run=FOLDER" in way_out
 
 
 def test_training_is_launched_from_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +83,7 @@ def test_mistakes(prepared: Path, refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     recipe = prepared / "recipe.yaml"
     assert "data.train names others" in refused("demo", recipe, "data.train={tsv: x.tsv}")
+    assert "data.train names others" in refused("demo", "bert/small_2l", "data.train=a", "data.valid=b")
     assert "--pairs is 5, must be 10 or more" in refused("demo", recipe, "--pairs", 5)
     mine = f"data.train={{src: {tmp_path}/train.en, trg: {tmp_path}/train.de}}"
     assert f"{tmp_path} has other content than a demo corpus" in refused("demo", recipe, mine)

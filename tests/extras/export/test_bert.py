@@ -103,6 +103,23 @@ def test_a_model_of_transformers_has_equal_logits(tmp_path: Path) -> None:
     assert Vocabulary(vocab.bytes).to_pieces(vocab.encode("the cats")) == ["\u2581the", "\u2581cat", "s"]
 
 
+@pytest.mark.parametrize("uncased", [True, False])
+def test_a_text_is_split_as_bert_splits_it(uncased: bool, tmp_path: Path) -> None:
+    """Punctuation, Chinese, letters with accents, and capitals of which an uncased model knows none."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789ßé中国.,!?-—'$`|«»。"] + ([] if uncased else list("ATDCPÉÇ\u0301"))
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+    if not uncased:
+        (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}', encoding="utf-8")
+    theirs = transformers.BertTokenizer(str(tmp_path / "vocab.txt"), do_lower_case=uncased)
+    made, order = bert._vocabulary(tmp_path)
+    ours = Vocabulary(made)
+    for text in ("The cat sat.", "Don't pay $5, Élan!", "é e\u0301 ÇA — «straße»", "中国 a中b", "x`y|z \u00a0 a\tb",
+                 "。Ç\u200ba?"):
+        expected = theirs(text, add_special_tokens=False)["input_ids"]
+        assert [order[number] for number in ours.encode(text)] == expected, text
+
+
 @pytest.mark.parametrize("model, expected", [
     ({"encoder": {"layers": 1, "block": "pre_ln"}}, "model.encoder.block is pre_ln, not post_ln"),
     ({"encoder": {"layers": 1, "block": "deepnorm"}}, "model.encoder.block is deepnorm"),

@@ -109,7 +109,7 @@ def test_a_sample_is_fixed_by_its_seed_and_drawn_from_the_model(trained: Path, c
                                                                 ) -> None:
     words = [str(trained / "run"), "--prompt", "the dog", "--tokens", "6", "--count", "2"]
     said = []
-    for more in ([], [], ["seed=4"]):
+    for more in ([], ["parallel.device=cpu"], ["seed=4"]):
         assert main("sample", [*words, *more]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] != said[2] and said[0].startswith("the dog")
@@ -302,6 +302,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
         ("sample", ["--temperature", "nan"], "give a temperature above 0"),
         ("sample", ["--prompt", "\udcff"], r"--prompt is '\\udcff', which is not UTF-8"),
         ("score", ["train.updates=3"], "train.updates=3 has no effect here"),
+        ("sample", ["model.decoder.layers=9"], "model.decoder.layers=9 has no effect here"),
         ("translate", [], "translate needs a model that was trained on pairs, but data.train of the recipe is a"),
         ("report", [], "run has task: language_model, but report shows translations beside their references"),
         ("diagnose", [], "the recipe has task: language_model, but the doctor's verdict was learned from translation"),
