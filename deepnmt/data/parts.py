@@ -198,7 +198,7 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
                 if is_free(target):
                     folders.recover(target)
                     finish(work, units, target)
-                    shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
         except FileNotFoundError:
             if is_free(target):
                 raise

@@ -365,7 +365,7 @@ def test_killed_and_called_again(prepared: Path, texts: dict[str, Any], tmp_path
 def test_another_process_finishes_while_this_one_waits(
     prepared: Path, texts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has removed the folder with the lock; the data are complete."""
+    """It has removed the folder with the lock, which one that waits then does not find; the data are complete."""
     recipe = _recipe(prepared, tmp_path / "a", texts)
     alone, turns = parts._alone, iter(range(3))
 
@@ -374,6 +374,7 @@ def test_another_process_finishes_while_this_one_waits(
         if next(turns) == 2:
             monkeypatch.setattr(parts, "_alone", alone)
             prepare(recipe)
+            raise FileNotFoundError(folder)
         with alone(folder):
             yield
 
