@@ -53,7 +53,7 @@ class EncoderModel(Model):
         yield from self._faults_of_bands()
         if self.encoder.facts.profiled:
             yield Fault(("encoder.block",), f"encoder.block ({self.encoder.block}) needs a profile, which is measured "
-                        "in translation alone; set it to admin_closed_form")
+                        "in models that predict text; set it to admin_closed_form")
         if self.tied != self.default("tied"):
             yield Fault(("tied",), f"tied ({self.tied}) has no effect, since there is one table; remove it")
         if self.tuned_at != self.default("tuned_at"):

@@ -15,6 +15,7 @@ from deepnmt.commands.options import (
     add_checkpoints,
     add_files,
     checkpoint_of,
+    checkpoints_of,
     metrics_of,
     processes_of,
     translate_text,
@@ -85,34 +86,37 @@ def evaluate(words: list[str]) -> None:
         "below data.block (default 0: windows that do not overlap)")
     add("--metric", action="append", metavar="NAME", help=f"of pairs: {either([*METRICS, *METRIC_FAMILIES])}; repeat "
         "it for several (default: bleu, chrf, ter)")
-    add_checkpoint(parser)
+    add_checkpoints(parser)
     args, recipe = parse(parser, words)
     settable(args, recipe.marked("evaluate"), "a trained model predicts as it is")
     if args.context and recipe.translates:
         raise UserError("--context is of texts of one side, but the recipe has pairs; leave it out")
     if args.metric and not recipe.translates:
         raise UserError("--metric is of pairs, but the recipe has texts of one side; leave it out")
+    checkpoints = checkpoints_of(args.checkpoint, recipe)
     if recipe.translates:
-        _score_translations(args, recipe)
+        _score_translations(args, recipe, checkpoints)
         return
+    if checkpoints[1:]:
+        raise UserError("several --checkpoint are an ensemble, which is of pairs, but the recipe has texts of one "
+                        "side; name one")
     from deepnmt.tasks.language_model.scoring import evaluate_run
 
     with processes_of(recipe) as ranks:
-        table = evaluate_run(recipe, args.test, args.context, checkpoint_of(args.checkpoint, recipe), ranks,
-                             expected_model(args, recipe, args.checkpoint))
+        table = evaluate_run(recipe, args.test, args.context, checkpoints[0] if checkpoints else None, ranks,
+                             expected_model(args, recipe, checkpoints))
         if ranks.first:
             print(table)
 
 
-def _score_translations(args: Namespace, recipe: Recipe) -> None:
+def _score_translations(args: Namespace, recipe: Recipe, checkpoints: list[str]) -> None:
     """Prints the scores of a model of pairs on test sets."""
     from deepnmt.evaluate.evaluate import evaluate_run
 
     metrics = metrics_of(args.metric, recipe, METRICS.where(lambda metric: metric.usual))
-    checkpoint = checkpoint_of(args.checkpoint, recipe)
     with processes_of(recipe) as ranks:
-        table = evaluate_run(recipe, args.test, checkpoints=[checkpoint] if checkpoint else [], metrics=metrics,
-                             expected=expected_model(args, recipe, args.checkpoint), ranks=ranks)
+        table = evaluate_run(recipe, args.test, checkpoints=checkpoints, metrics=metrics,
+                             expected=expected_model(args, recipe, checkpoints), ranks=ranks)
         if ranks.first:
             print(table)
 

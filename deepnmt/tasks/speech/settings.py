@@ -85,7 +85,7 @@ class SpeechModel(Model):
         for side in self.sides:
             if self.stack(side).facts.profiled:
                 yield Fault((f"{side}.block",), f"{side}.block ({self.stack(side).block}) needs a profile, which is "
-                            "measured in translation alone; set it to admin_closed_form")
+                            "measured in models that read text; set it to admin_closed_form")
         if self.tuned_at != self.default("tuned_at"):
             yield Fault(("tuned_at",), "tuned_at is for translation and language models, since it knows no rule for "
                         "convolutions; remove it")

@@ -20,6 +20,7 @@ from deepnmt.config.choices import FORMATS, METRIC_FAMILIES, METRICS
 from deepnmt.config.fields import either
 from deepnmt.config.plugins import is_named
 from deepnmt.errors import UserError
+from deepnmt.progress import print_status
 
 
 def translate(words: list[str]) -> None:
@@ -141,7 +142,12 @@ def evaluate(words: list[str]) -> None:
     from deepnmt.evaluate.evaluate import evaluate_run
 
     usual = list(METRICS.where(lambda metric: metric.usual))
-    usual += [name for name, metric in recipe.metrics.items() if is_named(metric.command)]
+    for name, metric in recipe.metrics.items():
+        if is_named(metric.command):
+            usual.append(name)
+        elif not args.metric:
+            print_status(f"metrics.{name} is left out: beside a run a recipe's command is code, and runs only if you "
+                         "give it on the command line, too")
     metrics = metrics_of(args.metric, recipe, usual)
     others = {}
     for run in args.runs:

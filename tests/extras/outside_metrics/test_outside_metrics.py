@@ -142,7 +142,9 @@ def test_a_program_gets_nothing_of_the_launcher(place: Path, monkeypatch: pytest
     assert Program(with_metric(program(code)), "mine").scores({"hyp": ["x"]}) == [0.0]
 
 
-def test_a_command_runs_only_if_the_user_named_it(place: Path, refused: Refused) -> None:
+def test_a_command_runs_only_if_the_user_named_it(
+    place: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_run.write(tiny_run.recipe_of(Path("run"), {"t": {"src": ["src"], "trg": ["ref"]}}), 1)
     command = f"{COMMAND} never-named"
     saved = config.dump_recipe(with_metric("true {hyp}")).replace("true {hyp}", command)
@@ -153,6 +155,7 @@ def test_a_command_runs_only_if_the_user_named_it(place: Path, refused: Refused)
     assert "is code in a recipe that lies" in refused("evaluate", "beside.yaml", *words[2:], "--metric", "mine")
     assert "--metric is 'yours', must be one of bleu," in refused(*words, "--metric", "yours")
     assert main(words[0], words[1:]) == 0 and not Path("runs.txt").exists()
+    assert "metrics.mine is left out: beside a run a recipe's command is code" in capsys.readouterr().err
     assert main(words[0], [*words[1:], f"metrics.mine.command={command}"]) == 0
     assert Path("runs.txt").read_text() == "x"
     assert "there is no such program here" in refused(*words, "metrics.mine.command=absent-program {hyp}")

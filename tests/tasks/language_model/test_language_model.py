@@ -292,6 +292,7 @@ def test_commands_refuse_what_they_cannot_do(trained: Path, capsys: pytest.Captu
     run, long = str(trained / "run"), trained / "long.txt"
     long.write_text("the dog .\n" + "the dog " * 40 + "\n", encoding="utf-8")
     for command, words, said in (
+        ("evaluate", ["--checkpoint", "best", "--checkpoint", "newest"], "several --checkpoint are an ensemble"),
         ("evaluate", ["--context", "24"], r"--context is 24 and data\.block 24"),
         ("evaluate", ["--test", "held", "--test", "other"], "^deepnmt: --test other is not prepared; .* held, valid"),
         ("evaluate", ["--test", "held", "--test", "held"], "two of the test sets held, held have the same name"),

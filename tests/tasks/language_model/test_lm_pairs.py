@@ -289,8 +289,10 @@ def test_sampling_and_prefixes(trained: Path, tmp_path: Path) -> None:
 
 def test_evaluate_scores_translations(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, train = trained / "run", ",".join(str(trained / f"train.{side}") for side in ("src", "trg"))
-    assert main("evaluate", [str(run), "--test", f"learned={train}", "--metric", "bleu"]) == 0
-    assert "100.00" in capsys.readouterr().out
+    for more in ([], ["--checkpoint", "newest"] * 2):
+        assert main("evaluate", [str(run), "--test", f"learned={train}", "--metric", "bleu", *more]) == 0
+        assert "100.00" in capsys.readouterr().out
+    assert list(run.glob("scores-*update-*update-*.json")), "of an ensemble"
     assert main("evaluate", [str(run)]) == 0
     scores = json.loads((run / "scores.json").read_text())
     assert scores["sets"]["held"]["sentences"] == 12 if "sets" in scores else "held" in json.dumps(scores)
