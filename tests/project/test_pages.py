@@ -101,9 +101,15 @@ LONG = ("studies.papers.reproduce", "studies.benchmarks.layouts.compare_layouts"
         "studies.benchmarks.data_at_scale.made_up", "deepnmt.extras.demo.run.make_corpus",
         "deepnmt.extras.fetch.fetch.fetch_texts")
 WANTED = ("there is no text file", "there is no input file", "there is no file", "there is no prepared data in",
-          "there is no folder", "there is no recipe or run folder runs/", "there is no recipe student.yaml",
+          "there is no folder", "but there is no such folder", "there is no recipe or run folder runs/",
+          "there is no recipe student.yaml", "there is no recipe m30k.yaml", "there is no recipe my_tuned.yaml",
+          "exists already; give", "$ deepnmt prepare", "there is no text in", "begins with no program on the PATH",
           "no checkpoint in", "there are 0;", "is a command of task: classify",
           "holds no whole one", "has no log.jsonl", "not here")
+
+
+# Programs of others that pages call.
+OTHERS = ("pip", "python", "python3", "git", "paste", "head", "zcat", "cut", "curl", "tensorboard", "fairseq-train")
 
 
 def commands(page: Path, folder: Path) -> list[list[str]]:
@@ -121,7 +127,7 @@ def ours(words: list[str]) -> tuple[Callable[..., int], list[str]] | None:
     if words[:3] == ["python", "-m", "studies"]:
         return studies.main, words[3:]
     for number, word in enumerate(words):
-        if word == "deepnmt" and words[number - 1] in ("deepnmt", "-m", "--module", "python"):
+        if word == "deepnmt" and (not number or words[number - 1] in ("-m", "--module", "python")):
             return main, words[number + 1:]
         if word.startswith("tools/"):
             command = re.search(r'entry\("([a-z-]+)"\)', (ROOT / word).read_text(encoding="utf-8"))
@@ -140,7 +146,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     for name in ("recipes", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     recipe = (ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8")
-    (tmp_path / "my.yaml").write_text(recipe.replace("runs/demo", "runs/my"), encoding="utf-8")
+    (tmp_path / "my.yaml").write_text(recipe.replace("runs/demo", "runs/my").replace("beam: 4", "beam: 5"), encoding="utf-8")
     monkeypatch.setenv("DEEPNMT_CORPORA", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in LONG:
@@ -161,6 +167,7 @@ def test_commands_are_accepted(page: Path, elsewhere: Path, capsys: pytest.Captu
             code = run_command(name, [*rest, "--dry-run"] if name == "train" and "--dry-run" not in rest else rest)
             said = capsys.readouterr().err
             assert code == 0 or (code == 2 and any(want in said for want in WANTED)), f"{' '.join(words)}\n{said}"
+            assert "ds_config: there is no file" not in said, words
         elif words[0] == "make":
             assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
                        for target in words[1:] if "=" not in target), words
@@ -173,3 +180,5 @@ def test_commands_are_accepted(page: Path, elsewhere: Path, capsys: pytest.Captu
                        if name not in ("and", "not")), words
         elif words[0] == "python" and words[1].endswith(".py"):
             assert (ROOT / words[1]).exists(), words
+        else:
+            assert words[0] in OTHERS, words
