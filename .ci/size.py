@@ -21,8 +21,8 @@ BUDGETS = {
     "deepnmt/decode": 17_600, "deepnmt/evaluate": 6_310, "deepnmt/model": 28_600, "deepnmt/optim": 3_300,
     "deepnmt/parallel": 14_500, "deepnmt/processes": 9_000, "deepnmt/training": 17_900,
     "deepnmt/tasks": 33_500,
-    "deepnmt": 17_700,  # its own files, not those of the rooms
-    "deepnmt/extras": 95_800, "studies": 61_900, "tests": 386_000,
+    "deepnmt": 17_720,  # its own files, not those of the rooms
+    "deepnmt/extras": 95_800, "studies": 61_900, "tests": 390_000,
 }
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -46,6 +46,7 @@ from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import load_test_sets, system_names
 from deepnmt.evaluate.metrics import Report, score_systems
 from deepnmt.files import read_log
+from deepnmt.model import overrides
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
@@ -442,8 +443,8 @@ def read_recipe(recipe: str | Path | Settings | Recipe, changes: Settings | None
         raise UserError(f"changes is {changes!r}, must be a mapping of settings, for example {{'train.updates': 300}}")
     if isinstance(recipe, (Mapping, Recipe)):
         return _changed(recipe, changes)
-    overrides = [_override(name, value) for name, value in changes.items()]
-    return load_recipe(_path(recipe, "recipe"), overrides)
+    settings = [_override(name, value) for name, value in changes.items()]
+    return load_recipe(_path(recipe, "recipe"), settings)
 
 
 def _changed(recipe: Settings | Recipe, changes: Settings) -> Recipe:
@@ -566,12 +567,14 @@ def _threads(recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def _process_restored() -> Iterator[None]:
-    """Puts back what training on one process changes of it: environment variables and signal handlers."""
+    """Puts back what training on one process changes of it: environment variables, signal handlers, and operations
+    (`parallel.overrides`)."""
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
     finally:
+        overrides.restore()
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)

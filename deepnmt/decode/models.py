@@ -83,6 +83,9 @@ def load_models(
                             "or set translate.backend=torch")
         return Models(members, settings.ensemble, load_searcher(first, settings, ranks.device))
     for other in members[1:]:
+        if other.recipe.model.sides != first.recipe.model.sides:
+            raise UserError(f"{other.folder} and {first.folder} are an encoder-decoder and a decoder alone; an "
+                            "ensemble needs models of one kind")
         for side, ours, theirs in zip(("source", "target"), first.vocabs, other.vocabs, strict=True):
             if ours.fingerprint != theirs.fingerprint:
                 raise UserError(f"{other.folder} has another {side} vocabulary than {first.folder}; an ensemble needs "

@@ -90,9 +90,10 @@ class PromptStepper:
         self._first = True
 
     def step(self, tokens: Tensor) -> Tensor:
-        vocab = len(self._model.output_weight)
+        vocab, table = self._model.target_vocab, self._model.output_weight
         by_sentence = tokens.view(-1, self._beams)
-        logits = self._model.output_weight.new_zeros(len(by_sentence), self._beams, vocab)
+        dtype = table.dtype if self._model.bands is None else torch.float32  # as `logits` gives them
+        logits = table.new_zeros(len(by_sentence), self._beams, vocab, dtype=dtype)
         for sentences, cache, end in self._groups:
             if cache.position == end:  # these are at their limits, and the search looks at them no more
                 continue

@@ -253,6 +253,11 @@ class Transformer(nn.Module):
         """The decoder's layers, lowest first."""
         return cast(list[DecoderLayer], list(self.decoder.layers))
 
+    @property
+    def target_vocab(self) -> int:
+        """V of the output."""
+        return len(self.output_weight) if self.bands is None else self.bands.stops[-1]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] to logits [..., V], with -inf for pad."""
         if self.bands is not None:
@@ -297,7 +302,7 @@ class Transformer(nn.Module):
     def decoding_bytes(self, length: int, steps: int, beams: int) -> int:
         """The memory of decoding one sentence of `length` tokens, in bytes: `start_cache`'s keys and values of `steps`
         positions, and what a step and a search make beside them."""
-        (width, _, inner), vocab, size = self.shape, len(self.output_weight), self.output_weight.element_size()
+        (width, _, inner), vocab, size = self.shape, self.target_vocab, self.output_weight.element_size()
         positions = length + steps * beams if "encoder" in self.sides else (length + steps) * beams
         cached = 2 * len(self.decoder_layers) * positions * width * size
         cached += 2 * steps * beams**2 * size  # which hypothesis continues which, and its copy when they are reordered

@@ -60,6 +60,11 @@ _FIXED_VALUES = {
     "zero_allow_untested_optimizer": (True, "the recipe chooses the optimizer"),
     "zero_force_ds_cpu_optimizer": (False, "every optimizer is PyTorch's"),
     "zero_optimization.zero_hpz_partition_size": (1, "weights have no second partition"),
+    "zero_optimization.compute_grad_norm": (True, "every update is measured"),
+    "bf16.check_grad_overflow": (True, "an update that is not finite is dropped"),
+    "bf16.bf16_master_weights_and_grads": (False, "weights and sums of gradients are fp32"),
+    "bf16.bf16_optimizer_states": (False, "moments are fp32"),
+    "fp16.fp16_master_weights_and_grads": (False, "weights and sums of gradients are fp32"),
 }
 
 

@@ -144,6 +144,25 @@ def test_scores_are_those_of_the_whole_decoder() -> None:
             assert hypothesis.tokens == len(words)
 
 
+@torch.no_grad()
+def test_the_settings_reach_the_search() -> None:
+    """The divisor of a score, n-grams that may not come again, and samples that leave no choice."""
+    model = sharp()
+    for settings, divisor in (({"length_penalty": "none"}, lambda n: 1.0), ({"alpha": 0.5}, lambda n: n**0.5),
+                              ({"length_penalty": "gnmt", "alpha": 0.6}, lambda n: ((5 + n) / 6) ** 0.6)):
+        for best in translated(model, LINES, BEAM.model_copy(update=settings)):
+            for hypothesis in best:
+                counted = hypothesis.tokens + hypothesis.ended
+                assert hypothesis.score == pytest.approx(hypothesis.log_prob / divisor(max(1, counted)))
+    again = translated(model, LINES, METHODS["greedy"])
+    once = translated(model, LINES, METHODS["greedy"].model_copy(update={"no_repeat_ngram": 1}))
+    assert any(len(set(best[0].pieces)) < best[0].tokens for best in again)
+    assert all(len(set(best[0].pieces)) == len(best[0].pieces) for best in once)
+    for alone in ({"top_k": 1}, {"top_p": 1e-9}, {"epsilon": 0.999}, {"temperature": 1e-6}):
+        sampled = translated(model, LINES, config.Translate(method="sample", max_ratio=1.0, max_extra=3, **alone))
+        assert [best[0].text for best in sampled] == [best[0].text for best in again], alone
+
+
 def test_settings_bound_the_length_and_the_model_bounds_the_settings() -> None:
     """max_ratio and max_extra count eos in the source; no translation is longer than model.max_length (32)."""
     model = model_of("post_ln")

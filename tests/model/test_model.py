@@ -326,6 +326,22 @@ def test_a_recomputed_layer_has_the_same_masks() -> None:
     assert torch.equal(layer(x, None, 9), first)
 
 
+@pytest.mark.parametrize("block", ["post_ln", "sub_ln"])
+@pytest.mark.parametrize("rate", ["dropout", "attention_dropout", "activation_dropout"])
+def test_each_rate_has_an_effect_by_itself(rate: str, block: str) -> None:
+    model = new_model(shapes(block).model_copy(update={rate: 0.5}), V, V, 1).train()
+    keyed = [model(batch_of(*batch(), key=key)).loss for key in (4, 4, 5)]
+    assert torch.equal(keyed[0], keyed[1]) and not torch.equal(keyed[0], keyed[2])
+    layer, x = model.decoder.layers[0], torch.randn(2, 5, D)
+    crossing = layer.cross_attn
+    keys, values = crossing.keys_values(torch.randn(2, 4, D))
+    for compute, wanted in ((lambda: layer.self_attn(x, None, True), "attention_dropout"),
+                            (lambda: crossing(x, keys, values, None), "attention_dropout"),
+                            (lambda: layer.ffn(x), "activation_dropout")):
+        one, two = compute(), compute()
+        assert torch.equal(one, two) is not (rate == wanted)
+
+
 def test_evaluation_uses_no_random_numbers() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).eval()
     before = torch.get_rng_state()

@@ -146,7 +146,8 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     for name in ("recipes", "ds_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
     recipe = (ROOT / "recipes" / "demo" / "admin_18l-18l.yaml").read_text(encoding="utf-8")
-    (tmp_path / "my.yaml").write_text(recipe.replace("runs/demo", "runs/my").replace("beam: 4", "beam: 5"), encoding="utf-8")
+    recipe = recipe.replace("runs/demo", "runs/my").replace("beam: 4", "beam: 5")
+    (tmp_path / "my.yaml").write_text(recipe, encoding="utf-8")
     monkeypatch.setenv("DEEPNMT_CORPORA", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in LONG:

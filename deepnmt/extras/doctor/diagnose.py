@@ -330,13 +330,16 @@ def examine(
 # -- changes -----------------------------------------------------------------------------------------------------------
 
 
-def one_update(model: Transformer, recipe: Recipe, batch: Batch) -> None:
-    """The first update of a fresh model, in place, but at the peak rate, and by Adam instead of RAdam, whose first five
-    updates are plain momentum or none (Liu et al. 2020, On the Variance of the Adaptive Learning Rate)."""
+def one_update(model: Transformer, recipe: Recipe, batch: Batch, done: int = 0) -> None:
+    """The first update of a fresh model, or of one that has had `done` updates but has no moments, in place. It is at
+    the peak rate, and by Adam instead of RAdam, whose first five updates are plain momentum or none (Liu et al. 2020,
+    On the Variance of the Adaptive Learning Rate)."""
     plain = OPTIMIZERS[recipe.optimizer.name].plain
     if plain:
         recipe = with_settings(recipe, {"optimizer.name": plain, "optimizer.unrectified": "momentum"})
-    LocalEngine(model, recipe, batch.device).train_step([batch], batch.tokens, recipe.optimizer.lr)
+    engine = LocalEngine(model, recipe, batch.device)
+    engine._applied = done  # by which layers and factors rise
+    engine.train_step([batch], batch.tokens, recipe.optimizer.lr)
 
 
 def take_update(subject: Subject) -> None:
@@ -345,7 +348,7 @@ def take_update(subject: Subject) -> None:
     recipe, model, batch = subject.recipe, subject.model, subject.batch
     checkpoint = subject.trained
     if checkpoint is None:
-        one_update(model, recipe, batch)
+        one_update(model, recipe, batch, load_state(subject.checkpoint).update if subject.checkpoint else 0)
         return
     engine = LocalEngine(model, recipe, batch.device)
     engine.fill(model_in(checkpoint), moments_in(checkpoint), load_state(checkpoint).optimizer_step)

@@ -34,7 +34,7 @@ from deepnmt.extras.doctor.probes import (
     sublayers,
     watching,
 )
-from deepnmt.model.blocks import SIDES, Norm, Side, Stream, stream_of, tensors
+from deepnmt.model.blocks import SIDES, Block, Norm, Side, Stream, stream_of, tensors
 from deepnmt.model.dropout import evaluating
 from deepnmt.model.hooks import hooks
 from deepnmt.model.init import generator_for
@@ -120,8 +120,10 @@ def perturbed(model: Transformer, size: float, seed: int) -> Iterator[None]:
 
 @contextmanager
 def restored(model: Transformer) -> Iterator[list[Tensor]]:
-    """Restores the model's weights, which of them are frozen, and its mode on exit; yields copies of the weights."""
+    """Restores the model's weights, which of them are frozen, the shares of its layers (`ramp`) and its mode on exit;
+    yields copies of the weights."""
     was_training = model.training
+    shares = [(part, part.share) for part in model.modules() if isinstance(part, Block)]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     trained = [parameter.requires_grad for parameter in model.parameters()]
     try:
@@ -131,6 +133,8 @@ def restored(model: Transformer) -> Iterator[list[Tensor]]:
             for parameter, weight, is_trained in zip(model.parameters(), weights, trained, strict=True):
                 parameter.copy_(weight)
                 parameter.requires_grad_(is_trained)
+        for block, share in shares:
+            block.share = share
         model.train(was_training)
 
 

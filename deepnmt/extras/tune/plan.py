@@ -19,7 +19,7 @@ import torch
 
 from deepnmt.config import Recipe
 from deepnmt.model.blocks import Side
-from deepnmt.optim.groups import is_frozen
+from deepnmt.optim.groups import is_frozen, is_in
 from deepnmt.tasks.translation.collapse import SLOW_ENCODER, SLOW_LAYERS
 
 Point = Mapping[str, float]
@@ -172,6 +172,11 @@ def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
     for side in FACTORS:
         if side not in point:
             continue
+        own = factors.get(side, 1.0)
+        if own:  # its parts that have a factor of their own change with it
+            for part, factor in factors.items():
+                if is_in(side, part):
+                    factors[part] = float(f"{factor * point[side] / own:.3g}")
         if side in factors:
             factors[side] = point[side]
         elif point[side] != 1.0:

@@ -43,6 +43,7 @@ from deepnmt.extras.doctor.measures import HalfZeros, dependency, gradients, noi
 from deepnmt.extras.doctor.variants import alternatives
 from deepnmt.extras.doctor.verdict import Node, VerdictRule
 from deepnmt.model.admin_profile import AdminProfile
+from deepnmt.model.blocks import Block
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.profile import profile_for
@@ -376,6 +377,24 @@ def test_a_ramp_is_as_the_first_update_has_it(prepared: Path) -> None:
     changes, _ = update_change(model, batch, lambda: one_update(model, subject.recipe, batch))
     assert changes == {"encoder": [0.0], "decoder": [0.0]}
     assert max(row[-1] for row in dependency(model, batch, "encoder")[1:]) < 0.05
+
+
+def test_an_average_stays_as_far_as_its_run_was(prepared: Path, tmp_path: Path) -> None:
+    """Without moments, and with layers that rise: an update is that of the trained model, and is undone with its
+    shares."""
+    run, ramps = tmp_path / "run", ["model.encoder.ramp=2", "model.decoder.ramp=2"]
+    assert main("train", [str(prepared / "recipe.yaml"), f"run={run}", "train.updates=4", "train.valid_bleu=false",
+                          *ramps, ONE]) == 0
+    assert main("average", [str(run), "average_last=1"]) == 0
+    subject = subject_for(load_recipe(run), run / "averaged")
+    blocks = [part for part in subject.model.modules() if isinstance(part, Block)]
+    seen: list[float] = []
+    blocks[0].register_forward_pre_hook(lambda block, _: seen.append(block.share))
+    update_change(subject.model, subject.batch, lambda: take_update(subject))
+    assert set(seen) == {1.0} and {block.share for block in blocks} == {1.0}
+    blocks[0].share = 0.5
+    update_change(subject.model, subject.batch, lambda: take_update(subject))
+    assert blocks[0].share == 0.5
 
 
 def test_radam_is_examined_with_adams_first_update(prepared: Path) -> None:

@@ -171,6 +171,9 @@ def test_loss_and_gradients_are_those_of_the_formula(folder: Path) -> None:
     assert result.loss == pytest.approx(float(expected.detach()) / len(data.valid), rel=1e-5)
     assert result.figures["accuracy"] == float((logits.argmax(1) == batch["labels"]).double().mean())
     assert result.value == -result.figures["accuracy"]
+    for by, value in (("f1", -result.figures["f1"]), ("loss", result.loss)):
+        recipe = recipe_in(folder, model={"dropout": 0.0, "attention_dropout": 0.0}, train={"best_by": by})
+        assert validate(recipe, data, engine, Ranks.alone()).value == pytest.approx(value)
 
 
 def test_every_layout_takes_the_same_updates(folder: Path, warm: Warm) -> None:

@@ -119,10 +119,14 @@ def test_a_sample_is_fixed_by_its_seed_and_drawn_from_the_model(trained: Path, c
     prompt = loaded.vocab.encode("the dog")
     drawn = np.array(continue_text(loaded.model, prompt, 3000, 1, 1)).ravel()
     hidden = loaded.model.decode(torch.tensor([[EOS, *prompt]]), None, None)[0, -1]
-    shares = np.bincount(drawn, minlength=loaded.vocab.size) / len(drawn)
     p = loaded.model.log_probabilities(hidden).exp().detach().numpy()
     p[[0, 1, PAD]] = 0
-    assert np.abs(shares - p / p.sum()).max() < 0.03
+    hot = np.array(continue_text(loaded.model, prompt, 3000, 1, 1, 3.0)).ravel()
+    for sample, power in ((drawn, 1), (hot, 1 / 3)):
+        shares = np.bincount(sample, minlength=loaded.vocab.size) / len(sample)
+        assert np.abs(shares - p**power / (p**power).sum()).max() < 0.03
+    for alone in ({"top_k": 1}, {"top_p": 1e-9}):
+        assert continue_text(loaded.model, prompt, 2, 1, 1, **alone) == [[int(p.argmax())]] * 2
 
 
 def test_sliding_windows_are_brute_force(trained: Path) -> None:

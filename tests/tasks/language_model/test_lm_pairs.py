@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_run
 import torch
 import yaml
 from small_text import recipe as of_one_side
@@ -224,7 +225,8 @@ def test_a_run_goes_on_exactly(pairs: Path) -> None:
 
 @pytest.mark.parametrize("model", [
     {}, {"decoder": {"block": "b2t", "layers": 3}}, {"decoder": {"block": "dlcl", "layers": 2}},
-    {"positions": "rotary", "decoder": {"block": "pre_ln", "layers": 2}}], ids=str)
+    {"positions": "rotary", "decoder": {"block": "pre_ln", "layers": 2}},
+    {"bands": [7, 12], "band_factor": 2}], ids=str)
 def test_cached_decoding_is_the_whole_pass(model: dict[str, Any], tmp_path: Path) -> None:
     """Sources of three lengths, in any order; hypotheses that change places; sentences that are taken out."""
     made = recipe(tmp_path, model=model).model
@@ -285,6 +287,12 @@ def test_sampling_and_prefixes(trained: Path, tmp_path: Path) -> None:
                                   "translate.temperature=3", "--format", "tsv", seed]) == 0
         said.append(out.read_text(encoding="utf-8"))
     assert said[0] == said[1] != said[2]
+
+
+def test_an_ensemble_is_of_one_kind(trained: Path, tmp_path: Path) -> None:
+    other = tiny_run.write(tiny_run.recipe_of(tmp_path / "run"), 1)
+    with pytest.raises(UserError, match="are an encoder-decoder and a decoder alone; an ensemble needs models of one"):
+        load_models([trained / "run", other], load_recipe(trained / "run").translate, Ranks.alone(), alone=True)
 
 
 def test_evaluate_scores_translations(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

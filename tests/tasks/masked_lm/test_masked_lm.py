@@ -109,12 +109,23 @@ def test_a_mask_depends_on_seed_epoch_and_sequence_alone() -> None:
     assert count_masked(np.array([1, 3, 10, 40]), 0.15).tolist() == [1, 1, 2, 6]
 
 
+def test_the_recipes_mask_is_another_one_in_each_epoch(prepared: Path) -> None:
+    recipe = recipe_in(prepared, masking={"share": 0.4, "mask": 1.0, "random": 0.0})
+    data = PreparedText.open(recipe)
+    text = text_of(recipe, data, "train")
+    one, two = (text.batch([0, 1, 2], epoch << 32, torch.device("cpu")) for epoch in range(2))
+    assert not torch.equal(one["targets"], two["targets"])
+    chosen = one["targets"] != PAD
+    assert (one["src"][chosen] == data.vocab.tags["<mask>"]).all()
+    assert int(chosen.sum()) == count_masked(one["src_lengths"].numpy() - 2, 0.4).sum()
+
+
 def test_sequences_are_lines_or_pieces_of_documents(tmp_path: Path) -> None:
     """Nothing is lost, no sequence has two documents, and the marks are bos and eos."""
     lines = ["a man walks .", "two dogs run .", "", "the woman sleeps ."]
-    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     texts = {"train": str(tmp_path / "a.txt"), "valid": str(tmp_path / "a.txt"), "unit": "documents", "length": 8}
-    recipe = recipe_in(tmp_path, data=texts, vocab={"size": 40})
+    (tmp_path / "a.txt").write_text("\n".join(lines).title() + "\n", encoding="utf-8")
+    recipe = recipe_in(tmp_path, data={**texts, "lowercase": True}, vocab={"size": 40})
     PreparedText.prepare(recipe)
     data = PreparedText.open(recipe)
     side = data.sequences("train")

@@ -247,6 +247,20 @@ def test_batches_hold_as_many_frames_as_the_recipe_says(prepared: Path) -> None:
     assert 40 < shares[0].tokens < 80 and len(shares[0].batches) == len(shares[1].batches) == 4
 
 
+def test_training_hides_other_parts_in_every_epoch(prepared: Path) -> None:
+    recipe, cpu = recipe_in(prepared), torch.device("cpu")
+    data = PreparedSpeech.open(recipe)
+    stream = TASK.stream(recipe, data)
+    utterances, rows = stream.sentences(0, 0)
+    later, _ = stream.sentences(1, 0)
+    whole = utterances.batch(rows, 0, cpu)["src"]
+    one, two = (stream.collate(sentences, rows, 0, cpu)["src"] for sentences in (utterances, later))
+    for hidden in (one, two):
+        left = hidden != 0
+        assert (whole[~left] != 0).any() and torch.equal(hidden[left], whole[left])
+    assert not torch.equal(one, two)
+
+
 def test_every_layout_takes_the_same_updates(prepared: Path, warm: Warm) -> None:
     alone, = four_updates(warm, 1, prepared, [tree(prepared, batch={"accumulation": 2})])
     layouts = ["zero1_fp32", "zero3_fp32"]
