@@ -134,7 +134,7 @@ def test_ctrl_c_saves_first(prepared: Path, tmp_path: Path, ctrl_c: None) -> Non
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press)
+    thread = threading.Thread(target=press, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         deepnmt.train(prepared / "recipe.yaml", {**SHORT, "run": tmp_path, "train.updates": 5000})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import lzma
 import re
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_run
 from kills import kill_before
+from peaks import begin_peak, peak
 from refusals import user_error
 from warm import Warm
 
@@ -199,10 +199,10 @@ def test_a_text_is_read_line_by_line(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("one", "other")]
     for file in files:
         Path(file).write_text("a line of thirty characters, ok\n" * 1_000_000, encoding="utf-8")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = begin_peak()
     chunks = sharing.in_chunks(in_step(*files))
     assert sum(map(len, chunks)) == 1_000_000
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16_000  # KiB
+    assert peak() - before < 16_000  # KiB
     with open(files[1], "a", encoding="utf-8") as stream:
         stream.write("more\n")
     with user_error("one has 1000000 lines and .*other has 1000001; line N of one must belong to line N of the other"):

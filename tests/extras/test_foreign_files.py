@@ -13,7 +13,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import struct
@@ -28,6 +27,7 @@ import pytest
 import tiny_run
 import torch
 from foreign_models import fairseq_folder, opus_folder
+from peaks import begin_peak, peak
 from refusals import contents
 
 import deepnmt
@@ -313,10 +313,10 @@ def test_no_change_gives_a_traceback(
     shutil.copytree(original, work)
     monkeypatch.chdir(work)
     for _, _, read, _, _ in KINDS:
-        refusal_of(read, work)  # imports, and memory that stays
+        assert refusal_of(read, work) is None, "and imports, and memory that stays"
     shutil.rmtree(work)
     shutil.copytree(original, work)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = begin_peak()
     draw = random.Random(SEED)
     counts: dict[str, list[int]] = {}
     shares = [kind for kind in KINDS for _ in range(kind[4])]
@@ -358,7 +358,7 @@ def test_no_change_gives_a_traceback(
     assert sum(tried for tried, _ in counts.values()) == MUTATIONS
     assert victim.read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["in", "victim"]
     assert list(work.parent.iterdir()) == [work]
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    grown = peak() - memory
     assert grown < GROWTH, f"{grown >> 10} MiB"
     for folder in (work, original):
         shutil.rmtree(folder / "run" / "tensorboard")

@@ -21,6 +21,7 @@ from deepnmt.model.dropout import Dropout, seed_dropout
 from deepnmt.model.init import new_model
 from deepnmt.model.loss import label_smoothed_loss
 from deepnmt.parallel.deepspeed import supported_precisions
+from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.process_group import count_gpus
 from deepnmt.tokens import PAD
 
@@ -114,7 +115,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     products = torch.backends.cuda.matmul
     torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default
     before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
+    torch.backends.cudnn.allow_tf32 = True
     yield tmp_path
+    torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(True)
     products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
 
@@ -193,6 +196,7 @@ def test_a_gpu_is_prepared(machine: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     products = torch.backends.cuda.matmul
     assert not products.allow_bf16_reduced_precision_reduction and not products.allow_fp16_reduced_precision_reduction
+    assert not torch.backends.cudnn.allow_tf32
     assert told == ["expandable_segments:True"]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
     assert device.choose() == "cuda" and len(told) == 1, "the user's own settings stay"
@@ -254,13 +258,20 @@ def test_no_more_threads_and_processes_than_the_machine_can_mean(
     device.require_cores("parallel.threads", 32)
 
 
-def test_a_run_says_first_what_it_computes_on(prepared: Path, tmp_path: Path, threads: None) -> None:
+def test_a_run_says_first_what_it_computes_on(
+    prepared: Path, tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And `train.deterministic` changes nothing on a CPU, where kernels give the same bits anyway."""
+    seen: list[bool] = []
+    step = LocalEngine.train_step
+    monkeypatch.setattr(LocalEngine, "train_step", lambda *arguments: [
+        seen.append(torch.are_deterministic_algorithms_enabled()), step(*arguments)][1])
     for name in ("true", "false"):
         assert main("train", [str(prepared / "recipe.yaml"), f"run={tmp_path / name}", "train.updates=2",
                               "model.encoder.block=b2t", "model.decoder.block=b2t", "train.valid_bleu=false",
                               f"train.deterministic={name}"]) == 0
         assert not torch.are_deterministic_algorithms_enabled()
+    assert seen == [True, True, False, False]
     first = records(tmp_path / "true", "event")[0]
     assert first["message"] == "; ".join(first[part] for part in
                                          ("device", "memory", "driver", "torch", "backend", "precision"))

@@ -182,7 +182,7 @@ def test_ctrl_c_ends_all_processes_silently(
             os.kill(pid, signal.SIGINT)
 
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     try:
         with pytest.raises(KeyboardInterrupt):
             list(results_of([{signal.SIGUSR2}, {signal.SIGUSR2}], 60, 2, math.inf))  # type: ignore[list-item, arg-type]

@@ -99,6 +99,12 @@ def test_epochs_end_the_run_and_the_eta(run: Run, prepared: Path, monkeypatch: p
     assert seconds == sorted(seconds, reverse=True) and 900 < seconds[-1] < seconds[0] < 1000
 
 
+def test_time_ends_the_run(run: Run) -> None:
+    """It has passed before the second update, which is the last."""
+    folder = run([(4.0, 1.0), (3.0, 1.0)], "train.updates=1000", "train.max_seconds=1e-3")
+    assert ended(folder) == 2 and kept(folder) == [2]
+
+
 def test_a_number_is_better_than_none(run: Run) -> None:
     """A validation whose loss is NaN was the best for ever, so that patience ended the run."""
     folder = run([(math.nan, 0.0), (5.0, 1.0), (4.0, 2.0), (math.nan, 0.0)], "train.patience=2", "train.updates=4")
