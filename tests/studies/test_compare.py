@@ -55,9 +55,9 @@ def test_compare_without_a_log(refused: Refused, tmp_path: Path) -> None:
 def test_benchmark_times_every_layout(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "deepnmt").mkdir()
     (tmp_path / "deepnmt" / "__init__.py").write_text("raise ImportError('not the package that was started')")
-    command = [sys.executable, str(ROOT / "tools" / "benchmark.py"), str(prepared / "recipe.yaml"), "--updates", "1",
+    command = [sys.executable, "-m", "studies", "benchmark", str(prepared / "recipe.yaml"), "--updates", "1",
                "--rounds", "1", "--output", "b.json"]
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     rates = json.loads((tmp_path / "b.json").read_text())["training_target_tokens_per_second"]
