@@ -220,13 +220,15 @@ BLOCKS = Choices({
         line="x ← x + F_i(LN_i(x)/√l), l from 1", paper="Sun et al. 2025", exported_as="pre_ln",
         family=_PRE,
         claim="perplexity 14.45 (Pre-LN 14.67) at 130M, 9.93 (10.32) at 1.3B; behind Peri-LN beyond 72 layers",
-        seen="memory × 1.00, time × 1.0; 24.8 BLEU at 6L-6L, 24.4 at 18L-18L (Pre-LN 20.5)",
+        seen="memory × 1.00, time × 1.0; 24.8 BLEU at 6L-6L, 24.4 at 18L-18L, 23.8 at "
+             "36L-36L (Pre-LN 23.7, 20.5, 17.4)",
         take="Pre-LN to 48 layers: it exports like that"),
     "keel": BlockFacts(
         line="x ← LN'_i(αx + F_i(LN_i(x))), α = KL", paper="Chen et al. 2026",
         family=_POST, cost="K LNs",
         claim="60.9 (Pre-LN 57.9) mean score at 1,024 sub-layers; not for little data",
-        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L; 23.5 BLEU at 6L-6L, 22.6 at 18L-18L",
+        seen="memory × 1.17, time × 1.2; 20 updates at 1,000L-1,000L; 23.5 BLEU at 6L-6L, 22.6 at "
+             "18L-18L, 18.8 at 36L-36L",
         take="hundreds of layers, much text, high rates"),
     "siamese": BlockFacts(
         line="x ← LN_x(x); z = F_i(LN_i(x + LN_y(y))); x ← x + z/√(K(l+1)); y ← y + z", paper="arXiv 2602.08064",
