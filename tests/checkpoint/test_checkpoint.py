@@ -110,8 +110,10 @@ def test_round_trip(run: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "manifest.json"])
     verify(folder)
     umask = os.umask(0o027)
-    again = tiny_run.write(recipe, 31)
-    os.umask(umask)
+    try:
+        again = tiny_run.write(recipe, 31)
+    finally:
+        os.umask(umask)
     assert {file.stat().st_mode & 0o777 for file in again.iterdir()} == {0o640}
     weights = tiny_run.weights_of(recipe, 30)
     assert _same(load_weights(folder), weights)

@@ -189,13 +189,15 @@ def holder_of(run: Path) -> int:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with run_lock(run, Ranks.alone()):
-            os.write(writer, b"!")
-            time.sleep(600)
-        os._exit(0)
-    os.read(reader, 1)
-    for end in (reader, writer):
-        os.close(end)
+        try:
+            with run_lock(run, Ranks.alone()):
+                os.write(writer, b"!")
+                time.sleep(600)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    assert os.read(reader, 1), "it has the lock"
+    os.close(reader)
     return pid
 
 

@@ -101,7 +101,7 @@ def test_factors_of_settings_that_carry_over_are_listed(prepared: Path, monkeypa
 
 
 def test_the_micro_batch_is_fitted_to_a_named_card(
-        prepared: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
+        prepared: Path, tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     """As a command, of a recipe for eight GPUs; what it prints fits, and 256 tokens more do not."""
     deep = ["parallel.ds_config=ds_configs/zero1.json", "parallel.precision=bf16", "model.width=512", "model.heads=8",
             "model.ffn=2048", "model.encoder.layers=60", "model.decoder.layers=12", "data.folder=none"]
@@ -117,8 +117,9 @@ def test_the_micro_batch_is_fitted_to_a_named_card(
     assert "none fits on t4-16" in none
     assert "must be one of t4-16" in refused("train", prepared / "recipe.yaml", "--dry-run", "--card", "h100")
     assert "no effect without --dry-run" in refused("train", prepared / "recipe.yaml", "--card", "h100-80")
-    layout = prepared / "misspelt.json"
-    layout.write_text(Path("ds_configs/zero1.json").read_text().replace("overlap_comm", "overlapp_comm"))
+    layout = tmp_path / "misspelt.json"
+    shipped = Path(__file__).parents[2] / "ds_configs" / "zero1.json"
+    layout.write_text(shipped.read_text().replace("overlap_comm", "overlapp_comm"))
     assert "zero_optimization.overlapp_comm: Extra" in refused(
         "train", prepared / "recipe.yaml", f"parallel.ds_config={layout}", "--dry-run")
 
