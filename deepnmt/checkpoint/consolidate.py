@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from deepnmt import folders
@@ -36,7 +37,8 @@ def consolidate(source: Path, target: Path) -> Path:
         FolderWriteError: it cannot be written.
     """
     source = find_checkpoint(source, "newest")
-    target = check_target(target, "the consolidated checkpoint", resumes=True)
+    itself = os.path.realpath(target) == os.path.realpath(source)
+    target = check_target(target, "the consolidated checkpoint", resumes=itself)
     manifest = verify_files(source, None)
     if manifest["format"] != folders.SHARDED:
         raise UserError(f"{source} is in one file already; it can be used as it is")

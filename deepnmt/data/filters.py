@@ -44,12 +44,18 @@ LENGTH_FILTERS: dict[
 
 _DIGITS = re.compile(r"\d+")
 
+
+def _numbers(text: str) -> list[str]:
+    """The numbers of a text in digits, sorted, all in those of ASCII."""
+    return sorted("".join(str(unicodedata.digit(digit)) for digit in number) for number in _DIGITS.findall(text))
+
+
 # Setting of `config.Cleaning` to filter: whether it leaves a pair of its corpus out, given the score of the pair, too.
 # It is asked if the setting has another value than its default, and gives the reason its name.
 CLEANING: dict[str, Callable[[str, str, float | None, Cleaning], bool]] = {
     "scripts": lambda src, trg, _, clean: any(
         _share_of_script(text, script) < 0.5 for text, script in zip((src, trg), clean.scripts, strict=True)),
-    "same_digits": lambda src, trg, *_: sorted(_DIGITS.findall(src)) != sorted(_DIGITS.findall(trg)),
+    "same_digits": lambda src, trg, *_: _numbers(src) != _numbers(trg),
     "max_length_ratio": lambda src, trg, _, clean:
         max(len(src), len(trg)) > (clean.max_length_ratio or 0.0) * min(len(src), len(trg)),
     "min_letters": lambda src, trg, _, clean: any(

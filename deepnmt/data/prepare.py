@@ -267,8 +267,12 @@ def _unchanged(texts: dict[str, Corpus]) -> Iterator[dict[str, list[dict[str, An
 
 def _require_same(texts: dict[str, Corpus], inputs: dict[str, list[dict[str, Any]]]) -> None:
     for name, corpus in texts.items():
-        for file, then, now in zip(input_files(corpus), inputs[name], _fingerprints(corpus), strict=True):
-            if then != now:
+        files, now = input_files(corpus), _fingerprints(corpus)
+        if len(now) != len(inputs[name]):
+            raise UserError(f"data.{name} names {len(now)} files, and {len(inputs[name])} when its preparation began, "
+                            "so nothing was kept; wait until all are there, and prepare it again") from None
+        for file, then, found in zip(files, inputs[name], now, strict=True):
+            if then != found:
                 raise UserError(f"{file} changed while it was prepared, so nothing was kept; wait until nothing writes "
                                 "it any more, and prepare it again") from None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +81,13 @@ def _size_fault(message: str, settings: config.Vocab) -> Exception:
         return UserError("the training text has no line to learn a vocabulary from: every line is over 4,192 bytes, "
                          f"which SentencePiece skips, or has only spaces and {SPACE}; give one sentence a line")
     return RuntimeError(f"SentencePiece could not train: {message}")
+
+
+def without_tags(text: str, tags: Collection[str]) -> str:
+    """A text without those of these tags that it begins with."""
+    while tags and (word := text.partition(" ")[0]) in tags:
+        text = text[len(word) + 1:]
+    return text
 
 
 def vocabulary_files(model: Path) -> tuple[Path, Path] | None:
@@ -194,11 +201,8 @@ class Vocabulary:
 
     def split_tags(self, text: str) -> tuple[list[int], str]:
         """The ids of the tags that a text begins with, and the rest of it."""
-        ids: list[int] = []
-        while self.tags and (word := text.partition(" ")[0]) in self.tags:
-            ids.append(self.tags[word])
-            text = text[len(word) + 1:]
-        return ids, text
+        rest = without_tags(text, self.tags)
+        return [self.tags[word] for word in text[: len(text) - len(rest)].split()], rest
 
     def encode(self, text: str) -> list[int]:
         """The ids of the best segmentation, without bos and eos. No text is encoded as bos, eos or pad, and as a tag

@@ -20,7 +20,9 @@ from sacrebleu.utils import SACREBLEU_DIR
 from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.config.choices import METRICS
+from deepnmt.data.prepared import tags_of
 from deepnmt.data.text import named_files, read_lines, read_pairs
+from deepnmt.data.vocab import without_tags
 from deepnmt.decode.models import Folders, load_models
 from deepnmt.decode.translate import judge_of, translate_shards
 from deepnmt.device import choose
@@ -99,8 +101,14 @@ def evaluate_run(
         file = Path(output)
         if file.is_dir():
             raise UserError(f"scores cannot be written to {file}, which is a folder; give the name of a file in it")
-        if os.path.realpath(file) in map(os.path.realpath, _files_read(recipe, tests, hypotheses)):
+        read, texts = [*map(os.path.realpath, _files_read(recipe, tests, hypotheses))], texts_folder(file)
+        if os.path.realpath(file) in read:
             raise UserError(f"scores cannot be written to {file}, which is one of the texts; give another file")
+        if any(Path(text).is_relative_to(os.path.realpath(texts)) for text in read):
+            raise UserError(f"the texts of {file} would go into {texts}, from which texts are read; give another file")
+        if texts.exists() and not file.exists() and ranks.first:
+            raise UserError(f"the texts of {file} would go into {texts}, which exists already; give another file, or "
+                            "remove that folder")
     else:
         file = scores_file(recipe, sets, tests, hypotheses, checkpoints, names[1:], metrics)
     is_plain = file.is_file() or not file.exists()  # no device, beside which no texts are kept
@@ -125,7 +133,8 @@ def evaluate_run(
     commands = None
     if is_plain:
         with reporting(str(texts_folder(file)), "give another file"):
-            commands = _keep_texts(texts_folder(file), systems, sets)
+            tags = tags_of(recipe) if recipe.task == "translation" else []
+            commands = _keep_texts(texts_folder(file), systems, sets, tags)
     lower = [name for name in outer if recipe.metrics[name].lower_is_better]
     report = replace(report, lower=frozenset(lower))
     for metric in outer:  # one after the other, so that a fault in a program costs none of the other scores
@@ -231,14 +240,17 @@ def text_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _keep_texts(folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet]) -> str:
-    """Writes the texts of all test sets into a folder; returns the commands that score them with COMET."""
+def _keep_texts(
+    folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet], tags: Sequence[str]
+) -> str:
+    """Writes the texts of all test sets into a folder, sources without `tags`; returns the commands that score them
+    with COMET."""
     folder.mkdir(exist_ok=True)
     commands = []
     for number, test in enumerate(sets):
         stem = folder / text_name(test.name)
         first, *further = test.references
-        texts = {"src": test.sources, "ref": first}
+        texts = {"src": [without_tags(source, tags) for source in test.sources], "ref": first}
         for count, lines in enumerate(further, start=2):
             texts[f"ref{count}"] = lines
         hypotheses = []

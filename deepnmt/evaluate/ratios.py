@@ -95,8 +95,8 @@ class Rouge(RatioMetric):
 
 class ErrorRate(RatioMetric):
     """Edits between hypothesis and reference, of words (WER) or characters (CER), for each of the reference. Text is
-    compared as it is but for the spaces at its ends, and between words several are as one. Of several references the
-    nearest counts."""
+    compared as it is but for the spaces at its ends; of several between words WER makes one, and CER counts each, as
+    jiwer does. Of several references the nearest counts."""
 
     def __init__(self, kind: Literal["wer", "cer"]) -> None:
         super().__init__(kind, case="mixed", version=f"deepnmt-{__version__}")

@@ -176,6 +176,9 @@ def test_consolidated_shards_are_the_files_of_one_process(run: Path, sharded: Pa
     (tmp_path / "other").mkdir()
     with user_error("exists and is not a checkpoint"):
         consolidate(sharded, tmp_path / "other")
+    other = shutil.copytree(sharded, tmp_path / "update-00000005")
+    with user_error("is a checkpoint from which training can resume"):
+        consolidate(sharded, other)
 
 
 @pytest.mark.parametrize("name", ["index.json", "weights-00001.safetensors", "moments-00002.safetensors"])

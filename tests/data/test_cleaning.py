@@ -126,7 +126,7 @@ def test_each_rule_leaves_out_what_was_planted_and_nothing_else(rule: str, plugi
 @pytest.mark.parametrize(("src", "trg", "same"), [
     ("2 Türen, 3 Uhr", "at 3 the 2 doors", True), ("2 und 2", "2 and 2", True), ("2 und 2", "2 and two", False),
     ("1 1 2", "1 2 2", False), ("12 3", "1 23", False), ("1.000 km", "1,000 km", True), ("1000 km", "1,000 km", False),
-    ("keine", "none", True), ("007", "7", False)])
+    ("keine", "none", True), ("007", "7", False), ("im Jahr 12", "\u0639\u0627\u0645 \u0661\u0662", True)])
 def test_numbers_are_compared_as_often_as_they_stand_there(src: str, trg: str, same: bool) -> None:
     [code], _ = filter_corpora([(Rules(Filters(), Cleaning(same_digits=True)), [(src, trg, None)])])
     assert code == (KEPT if same else code_of("same_digits"))

@@ -270,6 +270,21 @@ def test_a_text_that_changes_meanwhile_is_refused(
     assert not (tmp_path / "data").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_a_file_that_comes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = _tree(tmp_path)
+    tree["data"]["train"] = {side: [f"{tmp_path}/train*.{side}"] for side in ("src", "trg")}
+    working = build.train_vocabulary
+
+    def coming(*arguments: Any) -> Any:
+        for side in ("src", "trg"):
+            (tmp_path / f"train2.{side}").write_text("a\n")
+        return working(*arguments)
+
+    monkeypatch.setattr(build, "train_vocabulary", coming)
+    with user_error("^data.train names 4 files, and 2 when its preparation began, so nothing was kept; wait until all"):
+        prepare(_recipe(tree))
+
+
 def test_progress_costs_the_same_for_every_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(np.ndarray[Any, Any]):
         def __len__(self) -> int:

@@ -148,6 +148,7 @@ def test_words_where_the_references_have_none() -> None:
     for lines, rate in ((["a b", ""], 100), (["", ""], 0)):
         scores = score_lines(lines, [["", ""]], "en", metrics=["ter", "wer", "cer"])
         assert scores.values == {"ter": rate, "wer": rate, "cer": rate}
+    assert score_lines(["a b"], [[" a  b"]], "en", metrics=["wer", "cer"]).values == {"wer": 0.0, "cer": 25.0}
 
 
 def test_error_rates_are_jiwers() -> None:
@@ -490,6 +491,11 @@ def test_faulty_hypotheses(recipe: config.Recipe, tmp_path: Path) -> None:
     for text in (good, Path(recipe.data.test["first"].src[0])):
         with user_error(r"scores cannot be written to .*, which is one of the texts"):
             evaluate_run(recipe, ["first"], [f"good={good}"], output=text)
+    with user_error(r"the texts of .*\.json would go into .*, from which texts are read; give another file"):
+        evaluate_run(recipe, ["first"], [f"good={good}"], output=Path(good).parent.with_suffix(".json"))
+    (tmp_path / "mine").mkdir()
+    with user_error(r"would go into .*/mine, which exists already; give another file, or remove that folder"):
+        evaluate_run(recipe, ["first"], [f"good={good}"], output=tmp_path / "mine.json")
     with user_error(r"scores cannot be written to .*, which is a folder"):  # before a model is looked for
         evaluate_run(recipe, ["first"], output=tmp_path)
     with user_error(r"so the checkpoint c would have no effect; give one of the two"):

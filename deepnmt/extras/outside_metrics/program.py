@@ -17,6 +17,8 @@ from tempfile import TemporaryDirectory
 
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import is_named
+from deepnmt.data.prepared import tags_of
+from deepnmt.data.vocab import without_tags
 from deepnmt.errors import UserError
 from deepnmt.files import reporting, write_json
 
@@ -37,7 +39,7 @@ class Program:
 
     def __init__(self, recipe: Recipe, name: str) -> None:
         self.name, self.settings = name, recipe.metrics[name]
-        self.cache = Path(recipe.run) / "metrics"
+        self.cache, self._tags = Path(recipe.run) / "metrics", tags_of(recipe)
         command = self.settings.command
         if not is_named(command):
             setting = shlex.quote(f"metrics.{name}.command={command}")
@@ -56,6 +58,8 @@ class Program:
             cached: whether to take and keep the numbers in the run's folder, by the hash of command and texts.
         """
         used = {name: list(lines) for name, lines in texts.items() if f"{{{name}}}" in self.settings.command}
+        if "src" in used:  # tags are for the model
+            used["src"] = [without_tags(source, self._tags) for source in used["src"]]
         if not texts["hyp"]:
             return []
         known = self.cache / f"{self._key(used)}.json"

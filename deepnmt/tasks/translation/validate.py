@@ -63,6 +63,8 @@ def validate(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -
     if len(results) == 1:
         return next(iter(results.values()))
     means = _means([result.figures for result in results.values()])
+    if any(recipe.train.best_by not in result.figures for result in results.values()):
+        means.pop(recipe.train.best_by, None)  # a mean of some corpora is no measure of the whole
     return replace(_validation(recipe, sums.tolist(), means), corpora=results)
 
 

@@ -137,6 +137,13 @@ def test_texts_for_which_there_is_no_room(place: Path) -> None:
         Program(with_metric(COMMAND), "mine").scores({"src": SOURCES, "hyp": SOURCES, "ref": SOURCES})
 
 
+def test_a_program_reads_sources_without_their_tags(place: Path) -> None:
+    code = "import sys\nfor line in open(sys.argv[1]): print(len(line))"
+    recipe = with_metric(program(code).replace("{hyp}", "{src} {hyp}"))
+    recipe = recipe.model_copy(update={"vocab": recipe.vocab.model_copy(update={"tags": ["<2de>"]})})
+    assert Program(recipe, "mine").scores({"src": ["<2de> a dog", "a dog"], "hyp": ["x", "y"]}) == [6.0, 6.0]
+
+
 def test_a_program_gets_nothing_of_the_launcher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     code = "import os\nprint(int('WORLD_SIZE' in os.environ))"
