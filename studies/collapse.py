@@ -148,8 +148,10 @@ def report(records: Sequence[Record]) -> str:
               "| setting | from the lowest to the highest level | error |", "|---|---|---|"]
     lines += [f"| {name} | {effect:+.2f} | {error:.2f} |" for name, effect, error in effects(ended)]
     lines += ["", "The share of the variance that block, depth, width and batch explain, and with them the rates:",
-              "", "| rates | R² |", "|---|---|"]
-    lines += [f"| {name} | {share:.2f} |" for name, share in explained(ended).items()]
+              "", "| rates | R² of common | R² of the gain |", "|---|---|---|"]
+    gains = explained(ended, "source_gain")
+    lines += [f"| {name} | {share:.2f} | {gains[name]:.2f} |"
+              for name, share in explained(ended, "encoder_common").items()]
     return "\n".join([*lines, "", pairs] if pairs else lines)
 
 
@@ -171,8 +173,8 @@ def _level(record: Record, name: str) -> Any:
     return record["drawn"].get(name, FURTHER[name][0] if name in FURTHER else None)
 
 
-def explained(records: Sequence[Record]) -> dict[str, float]:
-    """The share of the gain's variance that least squares explain by block, depth, width and batch, with each of
+def explained(records: Sequence[Record], figure: str) -> dict[str, float]:
+    """The share of a figure's variance that least squares explain by block, depth, width and batch, with each of
     several combinations of the rates' logarithms."""
     def logarithm(name: str) -> np.ndarray:
         return np.array([math.log(record["drawn"][name]) for record in records])
@@ -184,13 +186,13 @@ def explained(records: Sequence[Record]) -> dict[str, float]:
     rates = {"none": [], "the encoder's": [encoder], "encoder's / decoder's": [encoder - decoder],
              "encoder's / embeddings'": [encoder - embeddings], "decoder's and embeddings'": [decoder, embeddings],
              "all three": [encoder, decoder, embeddings]}
-    gains = np.array([record["validations"][-1]["source_gain"] for record in records])
-    variance = float(((gains - gains.mean()) ** 2).sum())
+    values = np.array([record["validations"][-1][figure] for record in records])
+    variance = float(((values - values.mean()) ** 2).sum())
     shares = {}
     for name, columns in rates.items():
         design = np.stack([*common, *columns], axis=1)
-        weights, _, _, _ = np.linalg.lstsq(design, gains, rcond=None)
-        shares[name] = 1 - float(((gains - design @ weights) ** 2).sum()) / max(variance, 1e-12)
+        weights, _, _, _ = np.linalg.lstsq(design, values, rcond=None)
+        shares[name] = 1 - float(((values - design @ weights) ** 2).sum()) / max(variance, 1e-12)
     return shares
 
 

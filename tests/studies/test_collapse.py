@@ -79,6 +79,6 @@ def test_the_fit_finds_what_was_planted() -> None:
     assert effects.pop("encoder_rate") == pytest.approx(-0.5, abs=0.02)
     assert effects.pop("intercept") == pytest.approx(0.7, abs=0.02)
     assert max(map(abs, effects.values())) < 0.02
-    shares = collapse.explained(records)
+    shares = collapse.explained(records, "source_gain")
     assert shares["the encoder's"] > 0.99 > shares["encoder's / decoder's"] > 0.3
     assert max(shares["none"], shares["decoder's and embeddings'"]) < 0.1
