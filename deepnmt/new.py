@@ -30,6 +30,7 @@ from deepnmt.shipped import SCHEMA
 Hardware = Literal["cpu", "gpu"]
 TEXTS = folders.Kind("text", (), "", "free disk space, or go to another folder")
 SAMPLE = 20_000  # pairs, or lines, that the vocabulary is tried on
+_LEAST = 8  # that `vocab.size` may be
 _HELD_OUT = 1_000  # sentences wanted for the test, half as many for validation
 
 
@@ -182,14 +183,14 @@ def fitting_vocabulary(lines: Sequence[str], kind: str, size: int) -> tuple[byte
         try:
             return train_vocabulary(lines, Vocab(kind=kind, size=size)), size
         except VocabularySizeError as fault:
+            if fault.limit < _LEAST:
+                raise
             if fault.limit > size:
                 size = fault.limit
             else:
-                size = fault.limit * 4 // 5
+                size = max(_LEAST, fault.limit * 4 // 5)
                 if size >= 100:
                     size = size // 50 * 50
-            if size < 8:  # the least that `vocab.size` may be
-                raise
 
 
 def try_vocabulary(sample: Sequence[Pair], size: int) -> Lengths:
