@@ -404,6 +404,12 @@ def tags_of(recipe: Recipe) -> list[str]:
     return tags
 
 
+def all_tags(recipe: Recipe) -> set[str]:
+    """Every tag that the recipe names; sources may begin with them."""
+    parts = [corpus for text in corpora(recipe).values() for corpus in corpora_of(text).values()]
+    return {*recipe.vocab.tags, *(corpus.tag for corpus in parts if corpus.tag)}
+
+
 def trained_on(recipe: Recipe, inputs: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> list[str]:
     """A sentence on every validation or test text that has a file of the training text and so measures nothing.
 

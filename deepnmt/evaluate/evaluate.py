@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from sacrebleu.utils import SACREBLEU_DIR
 from deepnmt.checkpoint.checkpoint import RECIPE, has_average
 from deepnmt.config import Model, Recipe, load_recipe
 from deepnmt.config.choices import METRICS
-from deepnmt.data.prepared import tags_of
+from deepnmt.data.prepared import all_tags
 from deepnmt.data.text import named_files, read_lines, read_pairs
 from deepnmt.data.vocab import without_tags
 from deepnmt.decode.models import Folders, load_models
@@ -133,7 +133,7 @@ def evaluate_run(
     commands = None
     if is_plain:
         with reporting(str(texts_folder(file)), "give another file"):
-            tags = tags_of(recipe) if recipe.task == "translation" else []
+            tags = all_tags(recipe) if recipe.task == "translation" else set()
             commands = _keep_texts(texts_folder(file), systems, sets, tags)
     lower = [name for name in outer if recipe.metrics[name].lower_is_better]
     report = replace(report, lower=frozenset(lower))
@@ -241,7 +241,7 @@ def text_name(name: str) -> str:
 
 
 def _keep_texts(
-    folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet], tags: Sequence[str]
+    folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet], tags: Set[str]
 ) -> str:
     """Writes the texts of all test sets into a folder, sources without `tags`; returns the commands that score them
     with COMET."""

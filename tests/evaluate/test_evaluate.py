@@ -355,6 +355,7 @@ def test_each_test_set_has_its_own_tag_and_language(tmp_path: Path) -> None:
     for call, lang, tokenizer in zip(read.call_args_list, ("de", "zh"), ("13a", "zh"), strict=True):
         assert call.args[1][:, 0].tolist() == [tags[f"<2{lang}>"]] * 3
         assert f"|tok:{tokenizer}|" in scores[lang]["bleu_signature"]
+        assert (tmp_path / "run" / "scores" / f"{lang}.src").read_text().splitlines() == SOURCES, "without the tag"
     with patch.object(Transformer, "encode") as read, user_error("ROUGE"):  # of Chinese; it costs no translation
         evaluate_run(recipe, metrics=["rouge1"])
     read.assert_not_called()
@@ -442,6 +443,7 @@ def test_existing_translations_are_scored_and_compared(recipe: config.Recipe, tm
     assert one["sets"]["first"]["sentences"] == 3
 
     (tmp_path / "two").mkdir()
+    (tmp_path / "two.json").write_text("{}")
     old = _write(tmp_path / "two" / "first.ref2", TARGETS)  # of an earlier text
     table = evaluate_run(recipe, ["first"], [f"bad={bad}", f"good={good}"], output=tmp_path / "two.json")
     assert not Path(old).exists() and (tmp_path / "two" / "first.ref").is_file()

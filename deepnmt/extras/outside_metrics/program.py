@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from deepnmt.config import Recipe
 from deepnmt.config.plugins import is_named
-from deepnmt.data.prepared import tags_of
+from deepnmt.data.prepared import all_tags
 from deepnmt.data.vocab import without_tags
 from deepnmt.errors import UserError
 from deepnmt.files import reporting, write_json
@@ -39,7 +39,7 @@ class Program:
 
     def __init__(self, recipe: Recipe, name: str) -> None:
         self.name, self.settings = name, recipe.metrics[name]
-        self.cache, self._tags = Path(recipe.run) / "metrics", tags_of(recipe)
+        self.cache, self._tags = Path(recipe.run) / "metrics", all_tags(recipe)
         command = self.settings.command
         if not is_named(command):
             setting = shlex.quote(f"metrics.{name}.command={command}")
