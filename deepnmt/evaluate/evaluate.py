@@ -106,7 +106,7 @@ def evaluate_run(
             raise UserError(f"scores cannot be written to {file}, which is one of the texts; give another file")
         if any(Path(text).is_relative_to(os.path.realpath(texts)) for text in read):
             raise UserError(f"the texts of {file} would go into {texts}, from which texts are read; give another file")
-        if texts.exists() and not file.exists() and ranks.first:
+        if texts.exists() and not file.exists():
             raise UserError(f"the texts of {file} would go into {texts}, which exists already; give another file, or "
                             "remove that folder")
     else:

@@ -173,7 +173,7 @@ def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
         if side not in point:
             continue
         own = factors.get(side, 1.0)
-        if own:  # its parts that have a factor of their own change with it
+        if own and point[side] != own:  # its parts that have a factor of their own change with it
             for part, factor in factors.items():
                 if is_in(side, part):
                     factors[part] = float(f"{factor * point[side] / own:.3g}")
