@@ -328,11 +328,10 @@ def load(
 def train(recipe: str | Path | Settings | Recipe, changes: Settings | None = None) -> Run:
     """Trains a recipe into its run folder, or resumes there, as `deepnmt train` does on one process.
 
-    For several processes use the command under deepspeed, torchrun or srun, and `load` what it leaves; for
-    `train.probe_every` too. At SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C, a notebook's stop button) the run saves
-    first, and then the signal has its usual effect; called again, training resumes. Outside the main thread signals are
-    left alone. A process trains one run at a time: dropout draws from PyTorch's own generator, which no other thread
-    may use meanwhile.
+    For several processes use the command under deepspeed, torchrun or srun, and `load` what it leaves. At SIGTERM,
+    SIGUSR1, SIGHUP or SIGINT (Ctrl-C, a notebook's stop button) the run saves first, and then the signal has its usual
+    effect; called again, training resumes. Outside the main thread signals are left alone. A process trains one run at
+    a time: dropout draws from PyTorch's own generator, which no other thread may use meanwhile.
 
     Args:
         recipe, changes: see `read_recipe`.
@@ -359,9 +358,6 @@ def run_training(checked: Recipe) -> None:
     if world > 1:
         raise UserError("deepnmt.train runs on one process, but a launcher has started several; train with the command "
                         "instead: torchrun -m deepnmt train RECIPE")
-    if checked.train.probe_every:
-        log.warning("train.probe_every is %d, but only the command deepnmt train probes the layers",
-                    checked.train.probe_every)
     group = checked.parallel.ds_config is not None
     with _alone(), _process_restored(), _threads(checked), processes(
             checked.parallel.threads, group=group, device=checked.parallel.device,

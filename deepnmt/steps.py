@@ -103,7 +103,8 @@ def _steps(file: str, recipe: Recipe, overrides: Sequence[str]) -> Iterator[list
     if "folder" in type(recipe.data).model_fields:  # some tasks have nothing to prepare
         yield ["prepare", file, *overrides]
     yield ["train", file, *overrides]
-    yield ["average", recipe.run]
+    if recipe.train.ema is None:  # else each checkpoint has an average of its own
+        yield ["average", recipe.run]
     if getattr(recipe.data, "test", None):
         yield from _before_search(recipe)
         yield ["evaluate", recipe.run, *_metrics(recipe)]

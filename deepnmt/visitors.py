@@ -7,7 +7,8 @@ module of some name, and goes on without those that are gone.
   `FORMER_FIGURES` today's names of figures by those in older checkpoints.
 - `overrides`: faster operations in the place of the model's own, see `model.overrides`.
 - `stream`: `around(kind, recipe, data)` returns the kind of stream that training reads, see `data.mixing`.
-- `training`: what is called within training, see `training.trainer.Trainer`: `watch` and `explain`.
+- `training`: what is called within training, `watch`, see `training.trainer.Trainer`, and `explain`, see
+  `training.divergence`.
 - `steps`: what `deepnmt run` calls: `before_search`, from a recipe to the commands that its search needs before.
 - `reporters`: `reporters`, from a recipe and a function that prints a line to a list of
   `training.reporters.Reporter`.

@@ -369,8 +369,8 @@ def long_runs(words: list[str]) -> None:
     )
     parser.add_argument("plan", type=Path, metavar="PLAN", help="YAML file: recipe, arms and seeds")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of this machine, for all runs")
-    add_options(parser, ("--runs", "FILE", Path, "studies/deep_runs.jsonl", "the file of runs (default: %(default)s)"),
-                ("--output", "FOLDER", Path, "runs/deep", "folder of the run folders (default: %(default)s)"),
+    add_options(parser, ("--runs", "FILE", Path, None, "the file of runs (default: studies/PLAN_runs.jsonl)"),
+                ("--output", "FOLDER", Path, None, "folder of the run folders (default: runs/PLAN)"),
                 ("--plot", "FILE", Path, None, "a PNG of validation perplexities, with --report"),
                 ("--arms", "ARM", str, [], "--report these alone, each compared with the first of them"), SECONDS)
     parser.add_argument("--report", action="store_true", help="print the table of the runs there are; train none")
@@ -379,10 +379,12 @@ def long_runs(words: list[str]) -> None:
 
     if (args.plot or args.arms) and not args.report:
         raise UserError("--plot and --arms belong to --report; add that, or leave them out")
+    name = args.plan.stem  # two plans may have arms of the same name
+    runs = args.runs or Path("studies", f"{name}_runs.jsonl")
     if args.report:
-        print(report(args.runs, args.plot, args.arms))
+        print(report(runs, args.plot, args.arms))
         return
-    print(run_plan(read_plan(args.plan), args.runs, args.output, args.settings, args.seconds))
+    print(run_plan(read_plan(args.plan), runs, args.output or Path("runs", name), args.settings, args.seconds))
 
 
 def speech(words: list[str]) -> None:

@@ -56,7 +56,6 @@ from studies.variants import Variant, read_study, same_settings, shared_settings
 
 _BEYOND = 3  # learning rates that a search tries beyond the given ones
 _CHUNK = 1000  # sentences read at a time
-_PROFILED = 8  # batches of validation text for the figures of layers
 
 
 @dataclass(frozen=True)
@@ -284,10 +283,13 @@ def _test_scores(recipe: Recipe, data: PreparedData, engine: Engine) -> dict[str
 def _by_depth(runs: Sequence[Record]) -> dict[int, dict[str, list[layers.Figures]]]:
     """What was measured of layers, by their number in a stack and by model."""
     found: dict[int, dict[str, list[layers.Figures]]] = {}
+    several = len({run["system"]["warmup"] for run in runs}) > 1
     for run in runs:
         if run.get("layers"):
             variant = Variant(**run["system"])
-            model = f"{variant.word} {variant.layers}L-{variant.layers}L"
+            model = f"{variant.name} {variant.layers}L-{variant.layers}L"
+            if several:
+                model += f", warm-up {variant.warmup}"
             found.setdefault(variant.layers, {}).setdefault(model, []).append(run["layers"])
     return found
 

@@ -124,10 +124,15 @@ def _scaled_embeddings(scale: float) -> Any:
     return patch.object(Block, "embedding_gain", staticmethod(lambda position: scale))
 
 
+def _finished(records: Sequence[Record]) -> list[Record]:
+    """Those that did not diverge before."""
+    return [record for record in records if record["validations"] and
+            record["validations"][-1]["update"] == UPDATES and "encoder_common" in record["validations"][-1]]
+
+
 def report(records: Sequence[Record]) -> str:
     """Tables in Markdown: what each setting's levels came to, and the fit on all settings together."""
-    finished = [record for record in records if record["validations"]
-                and record["validations"][-1]["update"] == UPDATES and "encoder_common" in record["validations"][-1]]
+    finished = _finished(records)
     ended = [record for record in finished if record["number"] < PAIRS_FROM]
     pairs = report_pairs(finished)
     if not ended:
@@ -232,7 +237,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
     figure, each = panels(blocks, "the encoder's peak rate", "gain, nats a target token",
                           "What the source is worth after 300 updates, by the encoder's rate", columns=3)
     for axes, block in zip(each, blocks, strict=True):
-        runs = [record for record in records if record["drawn"]["block"] == block and record["validations"]]
+        runs = [record for record in _finished(records) if record["drawn"]["block"] == block]
         for collapsed, name in ((False, "a run"), (True, "a run whose encoder has collapsed")):
             group = [record for record in runs
                      if (record["validations"][-1]["encoder_common"] > COLLAPSED) == collapsed]

@@ -30,7 +30,7 @@ from deepnmt.plots import LEGEND, panels, save, style
 
 SIDE_FIGURES = ("variance", "gradient", "worth")
 IDLE, LITTLE = 0.01, 0.1  # nats a target token: of one layer, and of several together
-BATCHES = 8  # of validation text
+BATCHES = 8  # of validation text, or up to 15
 
 Figures = dict[str, dict[str, list[float]]]  # by side and by name, one for each layer
 Groups = Mapping[str, Sequence[Figures]]  # by model, one for each seed

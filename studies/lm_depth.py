@@ -33,7 +33,7 @@ from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.tokens import PAD
 from studies.plots import Panel, plot_study
 
-DEPTHS, SYSTEMS, PLAIN = (6, 16), ("post_ln", "pre_ln", "b2t"), "nanogpt"
+SYSTEMS, PLAIN = ("post_ln", "pre_ln", "b2t"), "nanogpt"
 WIDTH, HEADS, BLOCK, VOCAB = 128, 4, 128, 4000
 CLIP = 1.0
 POINTS = 20  # of a curve, each the mean training loss since the one before
@@ -185,17 +185,18 @@ def _records(output: Path) -> list[dict[str, Any]]:
 
 def _table(output: Path) -> str:
     """Bits a byte of the seeds, in Markdown."""
-    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, int, int, float], list[dict[str, Any]]] = {}
     for record in _records(output):
-        groups.setdefault((record["system"], record["layers"], record["updates"]), []).append(record)
-    rows = [("system", "layers", "tokens", "bits a byte, by seed", "mean ± sd", "CPU seconds a run")]
-    for (system, layers, _), records in groups.items():
+        key = record["system"], record["layers"], record["updates"], record["rate"]
+        groups.setdefault(key, []).append(record)
+    rows = [("system", "layers", "rate", "tokens", "bits a byte, by seed", "mean ± sd", "CPU seconds a run")]
+    for (system, layers, _, rate), records in groups.items():
         ended = [record["bits_per_byte"] for record in records if not record["diverged"]]
         by_seed = ["diverged" if record["diverged"] else f"{record['bits_per_byte']:.3f}" for record in records]
         spread = f" ± {stdev(ended):.3f}" if len(ended) > 1 else ""
         mean = f"{fmean(ended):.3f}{spread}" if ended else ""
         tokens = round(fmean(record["tokens"] for record in records))
-        rows.append((NAMES[system], str(layers), f"{tokens:,}", ", ".join(by_seed), mean,
+        rows.append((NAMES[system], str(layers), f"{rate:g}", f"{tokens:,}", ", ".join(by_seed), mean,
                      f"{fmean(record['cpu_seconds'] for record in records):.0f}"))
     return markdown_table(rows)
 

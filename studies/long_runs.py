@@ -82,9 +82,16 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
         seconds: after which no run starts. A run that is under way is not ended.
 
     Raises:
-        UserError: a command failed.
+        UserError: a command failed, or a run in `records` is of another plan.
     """
-    done = {(record["arm"], record["seed"]) for record in known_runs(records)}
+    done = set()
+    for record in known_runs(records):
+        arm, own = record["arm"], plan.arms.get(record["arm"])
+        if own is not None and (not {*own} <= {*record["settings"]} or
+                                record.get("recipe", str(plan.recipe)) != str(plan.recipe)):
+            raise UserError(f"{records} has a run of {arm} with other settings than the plan's; give another file with "
+                            "--runs")
+        done.add((arm, record["seed"]))
     started = time.monotonic()
     missing = [run for run in plan.runs() if run not in done]
     while missing and time.monotonic() - started < seconds:
@@ -103,6 +110,7 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
     """Trains, averages and scores one run; returns its record. Of a run that was stopped in between, the CPU seconds
     are not known: None."""
     overrides = [*plan.arms[arm], *settings, f"seed={seed}", f"run={run}"]
+    code, on = commit(), machine()  # what trains, though the checkout may move on meanwhile
     resumed = run.exists()
     cpu = 0.0
     for command in ("train", "average", "evaluate"):
@@ -111,8 +119,8 @@ def train_one(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -
     log = [record for _, record in read_numbered_log(run / "log.jsonl")]
     last = [record for record in log if record["type"] == "train"][-1]
     return {
-        "arm": arm, "seed": seed, "settings": [*plan.arms[arm], *settings], "commit": commit(),
-        "machine": machine(), "cpu_seconds": None if resumed else round(cpu, 1),
+        "arm": arm, "seed": seed, "recipe": str(plan.recipe), "settings": [*plan.arms[arm], *settings], "commit": code,
+        "machine": on, "cpu_seconds": None if resumed else round(cpu, 1),
         "updates": last["update"], "target_tokens": last["target_tokens"],
         "training_seconds": round(last["training_seconds"], 1),
         "training": [[record["update"], round(record["loss"], 4)] for record in log if record["type"] == "train"],

@@ -62,7 +62,8 @@ def write_examples(text: str, file: Path, count: int, skip: int) -> None:
     """Writes `count` examples: sentences of a text after the first `skip`, every second one with its words shuffled."""
     drawn, lines = random.Random(1), []
     sentences = (line.strip().lower() for line in read_lines(Path(text)))
-    chosen = (line for line in sentences if 5 <= len(line.split()) <= LONGEST and "\t" not in line)
+    chosen = (line for line in sentences if 5 <= len(line.split()) <= LONGEST and "\t" not in line
+              and len({*line.split()}) > 1)  # else it has one order
     for number, line in enumerate(itertools.islice(chosen, skip, skip + count)):
         words = line.split()
         if number % 2:

@@ -53,7 +53,9 @@ def loss_of(record: Record) -> float:
 def worth_of(record: Record) -> float:
     """What the source is worth: how much the validation loss rises with another sentence's source, in nats a target
     token; minus infinity if the run diverged."""
-    return record["exchanged"] - record["valid"] if math.isfinite(loss_of(record)) else -math.inf
+    if record["exchanged"] is None or not math.isfinite(loss_of(record)):
+        return -math.inf
+    return float(record["exchanged"] - record["valid"])
 
 
 class _Group(NamedTuple):
@@ -119,7 +121,9 @@ def _group_table(group: _Group) -> str:
                _mean([run["valid"] for run in runs], 3), f"{fmean(costs):+.2f}" if costs else "–", group.outcomes[name]]
         for test in tests:
             found = against[test].get(name)
-            row += [_mean([run["tests"][test]["bleu"] for run in runs if test in run.get("tests", {})], 1),
+            scores = [run["tests"][test]["bleu"] for run in runs if test in run.get("tests", {})]
+            some = f" ({len(scores)} of {len(runs)})" if 0 < len(scores) < len(runs) else ""  # others diverged
+            row += [_mean(scores, 1) + some,
                     "–" if found is None else f"{found[0].value:+.1f} (p {found[0].p:.3f}){'*' if found[1] else ''}"]
         if all("cpu_seconds" in run for run in runs):
             hours = sum(run["cpu_seconds"] for run in runs) / 3600
@@ -134,7 +138,10 @@ def _differences(group: _Group, test: str) -> dict[str, tuple[Difference, bool]]
     """For each block but the first: its difference from it on a test set, and whether it stands for all together."""
     counts = {name: [with_totals(unpack(run["tests"][test]["counts"])) for run in runs if test in run.get("tests", {})]
               for name, runs in group.runs.items()}
-    first, *others = (name for name, runs in counts.items() if runs)
+    first = next((name for name, runs in group.runs.items() if runs[0]["system"]["source"]), "")
+    if not counts.get(first):
+        return {}
+    others = [name for name, runs in counts.items() if runs and name != first]
     found = [difference_of_runs(counts[name], counts[first], bleu, TRIALS) for name in others]
     return dict(zip(others, zip(found, surprising([each.p for each in found]), strict=True), strict=True))
 

@@ -64,7 +64,8 @@ def difference_of_runs(
 
     With one run of each, p speaks of these two runs: the sentences alone are chance. With several, the variance of the
     trials and that of the runs' scores are added, and p is that of Welch's t-test with this sum, and his degrees of
-    freedom.
+    freedom. Where one of the systems has a single run, it is taken to scatter as the other's do: of equal systems 6 to
+    8 % then have p below 0.05 with three runs of the other, and 6 to 12 % with two (trials of `tests/studies`).
 
     Args:
         ours, others: the statistics of each run, [N, S].
@@ -77,12 +78,14 @@ def difference_of_runs(
     scores = [[score(run.sum(0)) for run in runs] for runs in (ours, others)]
     value = fmean(scores[0]) - fmean(scores[1])
     by_sentences = fmean(gain**2 for gain in shuffled_gains(list(product(ours, others)), score, trials, seed))
-    by_seeds = [variance(runs) / len(runs) if len(runs) > 1 else 0.0 for runs in scores]
-    total = by_sentences + sum(by_seeds)
+    by_seeds = [(variance(runs) / len(runs), len(runs) - 1) for runs in scores if len(runs) > 1]
+    if len(by_seeds) == 1:
+        several = max(scores, key=len)
+        by_seeds = [(variance(several) * (1 + 1 / len(several)), len(several) - 1)]
+    total = by_sentences + sum(part for part, _ in by_seeds)
     if not total:
         return Difference(value, 0.0 if value else 1.0)
-    uncertain = sum(part**2 / (len(runs) - 1) for part, runs in zip(by_seeds, scores, strict=True) if part)
-    freedom = total**2 / (uncertain + by_sentences**2 / trials)
+    freedom = total**2 / (sum(part**2 / free for part, free in by_seeds) + by_sentences**2 / trials)
     return Difference(value, float(2 * t.sf(abs(value) / total**0.5, freedom)))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deepnmt.config import Recipe, Section, check_recipe
+from deepnmt.config import Fact, Recipe, check_recipe, flatten
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.model.blocks import BLOCKS
@@ -148,24 +148,25 @@ def shared_settings(recipe: Recipe, data: PreparedData) -> dict[str, Any]:
     """The settings that all runs of a study share, as written into each line; a run with others is another run."""
     tree = recipe.model_dump(mode="json")
     for side in ("encoder", "decoder"):
-        tree["model"][side] = {"init": tree["model"][side]["init"]}
+        for of_a_variant in ("block", "layers"):
+            tree["model"][side].pop(of_a_variant)
     tree["schedule"].pop("warmup")
     tree["optimizer"].pop("lr")
     if not recipe.optimizer.weight_decay:
         tree["optimizer"].pop("decay_norms_and_biases")  # no effect without decay
-    tree["train"] = {key: tree["train"][key] for key in ("label_smoothing", "clip")}
-    kept = {key: tree[key] for key in ("batch", "model", "admin", "optimizer", "schedule", "train", "translate")}
+    seen = [key.removeprefix("train.") for key in Recipe.marked(Fact.SEEN) if key.startswith("train.")]
+    tree["train"] = {key: tree["train"][key] for key in ("label_smoothing", "clip", "guided_layer", *seen)}
+    kept = {key: tree[key] for key in (
+        "batch", "model", "admin", "optimizer", "schedule", "train", "translate", "plugins")}
     return {**kept, "data": data.fingerprint}
 
 
 def same_settings(older: dict[str, Any], settings: dict[str, Any]) -> bool:
     """Whether a line's settings are these; what the line does not know had its default, or (a whole section) no
     effect."""
-    defaults = {name: field.default.model_dump(mode="json") for name, field in Recipe.model_fields.items()
-                if isinstance(field.default, Section)}
-
-    def completed(some: dict[str, Any]) -> dict[str, Any]:
-        return {name: {**defaults.get(name, {}), **value} if isinstance(value, dict) else value
-                for name, value in some.items()}
-
-    return completed(older) == completed({name: settings[name] for name in older})
+    before, now = flatten(older), flatten({name: settings[name] for name in older})
+    for key in before.keys() | now.keys():
+        default = Recipe.default(key)
+        if before.get(key, default) != now.get(key, default):
+            return False
+    return True

@@ -16,8 +16,6 @@ import numpy.typing as npt
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
 from deepnmt.extras.doctor.verdict import FEATURES, Node, Tree, VerdictRule
 
-Array = npt.NDArray[np.float64]
-
 TREES, LEAST_RUNS, MOST_LEAVES = 80, 3, 40  # of the forest; examples and leaves of a tree
 POWERS = (1.0, 1.15, 1.3, 1.45, 1.6, 1.8)  # tried
 OLD = 0.3  # weight of a run whose trial lacks the figures of the source

@@ -477,7 +477,7 @@ def require_model(folder: Path, expected: Model | None) -> None:
     if changes:
         listed = "\n  ".join(map(str, changes))
         raise UserError(f"{folder} holds another model than requested:\n  {listed}\nthese settings of a trained model "
-                        "cannot change; remove them, or give another checkpoint")
+                        "cannot change; remove them, or give its run folder in place of the recipe")
 
 
 def shapes_by_name(build: BuildModule) -> dict[str, tuple[int, ...]]:

@@ -63,18 +63,19 @@ def prune(folder: Path, train: Train, scores: Scores) -> list[Path]:
     return deleted
 
 
-def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
-    """Deletes a checkpoint because the disk is full: the oldest that is neither the newest nor the best, one that
-    a lasting rule keeps only if there is no other. Returns its folder; None if there is no such checkpoint, or it
-    cannot be deleted."""
+def make_room(folder: Path, train: Train, scores: Scores, update: int) -> Path | None:
+    """Deletes a checkpoint because the disk is full, and the run is at this update: one of a later update, from which
+    it could not resume; else the oldest that is neither the newest nor the best, one that a lasting rule keeps only if
+    there is no other. Returns its folder; None if there is no such checkpoint, or it cannot be deleted."""
     paths = list_checkpoints(folder)
-    needed = {*paths[-1:], *sorted_by_score(paths, scores)[:1]}
+    past = [path for path in paths if update_of(path) <= update]
+    needed = {*past[-1:], *sorted_by_score(past, scores)[:1]}
     spare = [path for path in paths if path not in needed]
     lasting: set[Path] = set()
     for rule in RULES.values():
         if rule.lasting:
             lasting.update(rule.keeps(train, paths, scores))
-    spare.sort(key=lambda path: path in lasting)  # keeps the order of the others
+    spare.sort(key=lambda path: (update_of(path) <= update, path in lasting))  # keeps the order of the others
     try:
         for path in spare[:1]:
             folders.delete(path)
@@ -87,8 +88,7 @@ def make_room(folder: Path, train: Train, scores: Scores) -> Path | None:
 def most_at_once(train: Train) -> int:
     """How many checkpoints of a run are on the disk at a time, at most, with the one that is being written."""
     saves = -(-train.updates // train.save_every)  # rounded up
-    if train.validate_every:  # the best of them are saved, too
-        saves += train.updates // train.validate_every
+    saves += train.updates // train.validate_every  # the best of them are saved, too
     by_rules = sum(rule.most(train) for rule in RULES.values())
     return min(by_rules, saves) + 1
 

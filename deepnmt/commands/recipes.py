@@ -45,7 +45,7 @@ def copy(words: list[str]) -> None:
     if not (recipe := find_shipped(args.name)).is_file():
         near = nearest(args.name, shipped_recipes())
         hint = f"did you mean {near}? " if near else ""
-        raise UserError(f"there is no recipe {args.name}; {hint}deepnmt recipes lists those that come with it")
+        raise UserError(f"there is no recipe {args.name}; {hint}deepnmt recipes lists those that come with deepnmt")
     text = recipe.read_text(encoding="utf-8")
     try:
         args.file.parent.mkdir(parents=True, exist_ok=True)

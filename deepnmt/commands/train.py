@@ -8,7 +8,6 @@ from deepnmt.arguments import expected_model, numbers, parse, profiled, recipe_p
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import processes_of
 from deepnmt.errors import UserError
-from deepnmt.visitors import find
 
 
 def profile(words: list[str]) -> None:
@@ -77,12 +76,8 @@ def train(words: list[str]) -> int:
         return 0
     from deepnmt.training.trainer import train
 
-    watch, explain = find("training", "watch"), find("training", "explain")
-    if recipe.train.probe_every and watch is None:
-        raise UserError(f"train.probe_every is {recipe.train.probe_every}, but nothing that probes layers is "
-                        "installed; set it to 0, or install all of deepnmt")
     with processes_of(recipe, group=recipe.parallel.ds_config is not None) as ranks:
-        return train(recipe, ranks, watch=watch, explain=explain)
+        return train(recipe, ranks)
 
 
 def status(words: list[str]) -> int:

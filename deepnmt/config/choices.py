@@ -83,7 +83,6 @@ class BlockFacts(Choice):
     Attributes:
         profiled: its ω are measured before the first update (`model/admin_profile.py`).
         growable: copies of its layers can begin a deeper stack.
-        rewritable: there is a Post-LN model with the same logits (`extras/export/post_ln.py`).
         norm_free: it is x ← x + F_i(x), up to scalars that go into F_i.
         exported_as: what it is for other programs; a `norm_free` one a wider `pre_ln`.
         unstable_deep: in deep stacks it diverges easily, so that another block is recommended.
@@ -104,7 +103,6 @@ class BlockFacts(Choice):
 
     profiled: bool = False
     growable: bool = False
-    rewritable: bool = False
     norm_free: bool = False
     exported_as: Literal["post_ln", "pre_ln", "peri_ln"] | None = None
     unstable_deep: bool = False
@@ -142,7 +140,7 @@ BLOCKS = Choices({
         seen="never stuck; 38.4 BLEU at 18L-18L to its end", take="the safe choice; it exports everywhere"),
     "admin": BlockFacts(
         line="x ← LN_i(ω_i ⊙ x + F_i(x)), ω_i a trainable vector", paper="Liu et al. 2020",
-        profiled=True, growable=True, rewritable=True, made_for_depth=True,
+        profiled=True, growable=True, made_for_depth=True,
         advice="Admin trains at any depth without other settings",
         family=_POST, start="ω_1 = 1, ω_i = sqrt(Σ_{j<i} Var[F_j]), measured in place by a profile",
         cost="KD; a profile before training", claim="29.03 BLEU at 18L-18L, 43.80 at 60L-12L En-Fr",
@@ -150,7 +148,7 @@ BLOCKS = Choices({
         take="12L to 60L"),
     "admin_closed_form": BlockFacts(
         line="as `admin`", paper="Liu, the package admin-torch", options=("output_change",),
-        rewritable=True, published=True,
+        published=True,
         family=_POST, start="ω = sqrt((n+1)/ln(n+1) − 1), n = KL", cost="KD", claim="as Admin, without a profile",
         seen="4.59 nats after 300 updates", take="Admin without a profile"),
     "b2t": BlockFacts(
@@ -166,7 +164,7 @@ BLOCKS = Choices({
         take="its own question"),
     "deepnorm": BlockFacts(
         line="x ← LN_i(αx + F_i(x))", paper="Wang et al. 2022",
-        growable=True, rewritable=True, made_for_depth=True, fused_qkv=False, published=True,
+        growable=True, made_for_depth=True, fused_qkv=False, published=True,
         family=_POST,
         start=("v, out, fc1, fc2 × β, q, k × 1; encoder α = 0.81(N⁴M)^(1/16), β = 0.87(N⁴M)^(-1/16); "
               "decoder α = (3M)^(1/4), β = (12M)^(-1/4)"),
@@ -179,7 +177,7 @@ BLOCKS = Choices({
         family=_FREE, start="a = 0", cost="1 scalar; K LNs fewer", claim="faster at first, in 12-layer language models",
         seen="24.3 BLEU at 18L-18L in 1.3 epochs at a rate of 0.008, diverged at 0.016", take="rates are low"),
     "rezero_post_ln": BlockFacts(
-        line="x ← LN_i(x + a·F_i(x))", paper="Liu et al. 2020, appendix E", rewritable=True,
+        line="x ← LN_i(x + a·F_i(x))", paper="Liu et al. 2020, appendix E",
         family=_POST, start="a = 0", cost="1 scalar", claim="a comparison in Admin's paper",
         seen="4.70 nats after 300 updates", take="that comparison"),
     "fixup": BlockFacts(
@@ -197,7 +195,7 @@ BLOCKS = Choices({
         seen="41.4 BLEU at 18L-18L to its end, the most of five blocks", take="little text"),
     "looks_linear": BlockFacts(
         line="as `post_ln`; FFN: fc2([f(h), f(−h)]), h = fc1(x) of width I/2", paper="Balduzzi et al. 2017",
-        rewritable=True, published=True, gated=False, halves=True,
+        published=True, gated=False, halves=True,
         family=_POST, start="fc1 orthogonal; fc2 = [W, −W], W orthogonal", cost="(D + 1)·I/2 fewer",
         claim="a comparison in Admin's paper", seen="stuck at 18L-18L", take="that comparison"),
     "dlcl": BlockFacts(

@@ -92,8 +92,14 @@ class Section(BaseModel):
         return self
 
     def _misplaced_settings(self) -> Iterator[Fault]:
-        """Each setting that is set, but has no effect with what another one chooses, as `options` in `choices` say."""
-        for by in type(self).model_fields:
+        """Each setting that what another one chooses cannot do without, or has no use for, as `needs` and `options` in
+        `choices` say."""
+        for by, field in type(self).model_fields.items():
+            choices = choices_of(field)
+            row = choices.get(getattr(self, by)) if choices else None  # a plug-in has none
+            for setting, meaning in row.needs.items() if row else ():
+                if getattr(self, setting) == self.default(setting):
+                    yield Fault((by, setting), f"{by}: {getattr(self, by)} needs {setting}, {meaning}")
             for setting, names in self.misplaced(by).items():
                 value, default = _as_yaml(getattr(self, setting)), _as_yaml(self.default(setting))
                 yield Fault((setting, by), f"{setting} ({value}) needs {by}: {either(names)}, but {by} is "

@@ -223,8 +223,8 @@ def read_tree(file: Path) -> dict[str, Any]:
         near = nearest(str(file).removeprefix("recipes/").removesuffix(".yaml"), shipped_recipes())
         hint = f"did you mean {near}? " if near else ""
         what = "recipe" if file.suffix else "recipe or run folder"
-        raise UserError(f"there is no {what} {file}; {hint}deepnmt recipes lists the recipes that come with "
-                        "it, and deepnmt new writes one for your text") from None
+        raise UserError(f"there is no {what} {file}; {hint}deepnmt new writes a recipe for your text, and "
+                        "deepnmt recipes lists those that come with deepnmt") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {file} cannot be read: {error}") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: for example the date 2026-13-01
@@ -253,7 +253,8 @@ def override(tree: dict[str, Any], assignment: str) -> None:
     try:
         value = parse_yaml(text)
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"override {assignment!r}: {text!r} is not a YAML value") from None
+        raise UserError(f"override {assignment!r}: {text!r} is not a YAML value; one with spaces needs quotes around "
+                        "it all, for example 'optimizer.lr_factors={encoder: 0.2}'") from None
     *parents, last = key.split(".")
     node = tree
     for name in parents:

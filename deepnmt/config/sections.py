@@ -811,9 +811,6 @@ class Optimizer(Section):
     """Whether every parameter is decayed (true) or only matrices (false); required if `weight_decay` is above 0."""
 
     def faults(self) -> Iterator[Fault]:
-        for setting, example in OPTIMIZERS[self.name].needs.items():
-            if not getattr(self, setting):
-                yield Fault(("name", setting), f"name: {self.name} needs {setting}, {example}")
         if self.lr_factors_until and not self.lr_factors:
             yield Fault(("lr_factors_until", "lr_factors"), f"lr_factors_until ({self.lr_factors_until}) has no effect "
                         "because lr_factors is empty; set it to 0")
@@ -869,9 +866,6 @@ class Schedule(Section):
         if self.name == "step" and len(given) != 1:
             yield Fault(("name", "step_epoch", "step_update"),
                         f"name: step needs either step_epoch or step_update; {len(given)} of them are given")
-        for setting, meaning in self.needs.items():
-            if getattr(self, setting) is None:
-                yield Fault(("name", setting), f"name: {self.name} needs {setting}, {meaning}")
         if self.start and not self.warmup:
             yield Fault(("start", "warmup"), f"start ({self.start:g}) needs a warm-up, but warmup is 0; remove start")
         if self.name == "step" and self.step_update is not None and self.step_update <= self.warmup:
@@ -914,7 +908,7 @@ class Train(Section):
     trackers: Annotated[list[Literal["wandb", "mlflow"]], By("trackers")] = Field(default_factory=list)
     """Weights & Biases or MLflow, which get what TensorBoard gets; their own environment variables say where they
     are."""
-    probe_every: CountOrZero = 0
+    probe_every: Annotated[CountOrZero, By("doctor")] = 0
     """Updates between probes of every layer, written to TensorBoard; 0: none."""
     validate_every: Count = 1000
     """Updates between validations."""
@@ -955,7 +949,8 @@ class Train(Section):
     ema: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | None, Fact.MOMENTS, Fact.SEEN] = None
     """Decay of a running average of the weights, such as 0.999; null: none. After every update the average becomes
     ema × average + (1 - ema) × weights. Validations, the best checkpoint, `translate`, `evaluate` and all else that
-    loads a checkpoint then use the average; training continues with the weights."""
+    loads a checkpoint then use the average; training continues with the weights, and `deepnmt run` averages no
+    checkpoints."""
 
     def faults(self) -> Iterator[Fault]:
         if self.keep_every % self.save_every:

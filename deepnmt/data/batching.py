@@ -35,6 +35,7 @@ from deepnmt.tokens import BOS, EOS, PAD
 GROUPS = 1.5
 FULL = 0.98  # how full the planned micro-batches of an update of a fixed size are, on the longer side
 WINDOW = 1 << 20  # micro-batches that a window of several may have; (epoch, number) then is a key of 62 bits
+WINDOWS = 1 << 12  # that an epoch may have, for that key
 
 
 def random_order(count: int, *seeds: int) -> Indices:

@@ -18,8 +18,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from deepnmt.data.batching import random_order
+from deepnmt.data.batching import WINDOWS, random_order
 from deepnmt.data.shards import Piece, Shard, ShardedText, Window
+from deepnmt.errors import UserError
 
 # Pairs of a block: enough to be read in one go, and so few that a window has blocks from all over a corpus that is
 # sorted. A small corpus has SOME blocks or more.
@@ -55,9 +56,13 @@ class Windows:
         self._blocks = [_blocks(corpus, sizes) for corpus, sizes in enumerate(text.sizes.values())]
 
     def windows(self, epoch: int) -> int:
-        """How many an epoch has; each has a pair of its largest corpus."""
+        """How many an epoch has; each has a pair of its largest corpus. Raises `UserError` for too many."""
         counts = self._due.counts(epoch)
-        return min(-(-sum(counts) // self._pairs), max(counts))
+        windows = min(-(-sum(counts) // self._pairs), max(counts))
+        if windows > WINDOWS:
+            raise UserError(f"data.window_pairs is {self._pairs:,}, so an epoch has {windows:,} windows, but at most "
+                            f"{WINDOWS:,} can be numbered; set it to {-(-sum(counts) // WINDOWS):,} or more")
+        return windows
 
     def __len__(self) -> int:
         return len(self._text)

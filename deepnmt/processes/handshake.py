@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def facts(device: torch.device) -> Facts:
         "device": device.type,
         "deepnmt": f"{__version__} ({code_hash()[:8]})",
         "torch": torch.__version__,
-        "deepspeed": _version("deepspeed"),
+        "deepspeed": version("deepspeed"),
         "python": platform.python_version(),
         "gpu": "",
         "driver": "",
@@ -82,13 +82,6 @@ def code_hash() -> str:
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _first_line(file: str) -> str:

@@ -100,9 +100,14 @@ class HeartbeatMonitor:
     def begin(self, kind: str) -> None:
         """The thread that calls this begins a phase of the training; until the next call it may take as long as
         `allowed` says of its kind. "" may take for ever."""
-        self._past[self._phase.kind].append(self._phase.seconds)
+        if self._phase.kind != SAVE:  # a checkpoint is written beside updates, which `took` is told of
+            self._past[self._phase.kind].append(self._phase.seconds)
         self._thread = threading.get_ident()
         self._phase = Phase(kind)
+
+    def took(self, kind: str, seconds: float) -> None:
+        """A phase of this kind has taken so long beside others."""
+        self._past[kind].append(seconds)
 
     def _show(self) -> None:
         """Writes this process's heartbeat and reads the others'; may be held up by the network."""
@@ -273,6 +278,12 @@ def begin(kind: str) -> None:
     """`HeartbeatMonitor.begin`, where this process is one of several."""
     if current is not None:
         current.begin(kind)
+
+
+def took(kind: str, seconds: float) -> None:
+    """`HeartbeatMonitor.took`, where this process is one of several."""
+    if current is not None:
+        current.took(kind, seconds)
 
 
 current: HeartbeatMonitor | None = None  # of this process, while it is one of several

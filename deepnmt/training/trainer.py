@@ -30,7 +30,7 @@ from deepnmt.processes.agreement import agree_on_contents, agree_on_recipe
 from deepnmt.processes.launcher import lost_launcher
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import output_may_be_lost
-from deepnmt.training.divergence import Explain, diverged
+from deepnmt.training.divergence import diverged
 from deepnmt.training.dry_run import disk_note
 from deepnmt.training.log import Monitor
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
@@ -40,7 +40,7 @@ from deepnmt.training.status import FINISHED, PREEMPTED
 from deepnmt.training.task import Figures, Task, Validation, find_task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.verification import AT_ONCE, Verification
-from deepnmt.visitors import require_visitors, visitor_modules
+from deepnmt.visitors import find, require_visitors, visitor_modules
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # at which a run saves and stops
 _TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
@@ -62,16 +62,16 @@ class Trainer:
 
     Args:
         task: None: the recipe's.
-        watch: makes the hook around the run's updates; the figures that the hook measures are logged.
-        explain: see `divergence.Explain`.
+        watch: makes the hook around the run's updates; the figures that the hook measures are logged. None: a
+            visitor's, if there is one.
     """
 
     def __init__(
         self, recipe: Recipe, ranks: Ranks, task: Task | None = None,
-        watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
+        watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None,
     ) -> None:
         task = task or find_task(recipe.task)
-        self.recipe, self.ranks, self.task, self.explain = recipe, ranks, task, explain
+        self.recipe, self.ranks, self.task = recipe, ranks, task
         self.run = Path(recipe.run)
         self.checkpoints = self.run / "checkpoints"
         check_average_last(recipe)
@@ -130,6 +130,7 @@ class Trainer:
                 self.monitor.event(update, note)
             self.saver = Saver(self.checkpoints, ranks, self.engine.owned(),
                                in_shards(recipe, self.engine.parameters, ranks.world))
+            watch = watch or find("training", "watch")
             self.hook: UpdateHook = watch(recipe, self.engine, ranks) if watch else lambda number: nullcontext()
             ranks.raise_everywhere(self._write_recipe)
             if heartbeat.current is not None:
@@ -172,7 +173,6 @@ class Trainer:
         if self._validation_due():  # the run was stopped after this update, before its validation
             self._validate()
             self._end_stages()
-            self._saved = -1  # so that the checkpoint is written again, with the validation
             self._save(last=self._ended())
         if self._ended():
             return self._finish()
@@ -241,7 +241,7 @@ class Trainer:
             heartbeat.begin("")  # to be explained
             before = self.task.explain(self.state.validations[-1]) if self.state.validations else []
             raise diverged(self.recipe, self.engine, self.ranks, done.update.batches,
-                           self.engine.data_world / done.update.tokens, scale, self.explain, before)
+                           self.engine.data_world / done.update.tokens, scale, find("training", "explain"), before)
 
     def _ended(self) -> bool:
         return any(at_end(self.recipe.train, self.state) for at_end in STOP_CONDITIONS.values())
@@ -299,6 +299,7 @@ class Trainer:
                 if not isinstance(number, str):
                     record[f"{name}/{figure}"] = number
         state.validations.append({"update": state.update, "value": value, **record})
+        self._saved = -1  # so that a checkpoint of this update that is there is written again, with the validation
         self.monitor.valid(state.update, {**record, "training_seconds": state.seconds})
         self._warn(result.figures)
         return improved
@@ -369,6 +370,7 @@ class Trainer:
         else:
             if saved:
                 self._failed_saves = 0
+                heartbeat.took(heartbeat.SAVE, saved.seconds)
                 self.monitor.saved(self.state.update, saved)
         if self._not_deleted:
             self.monitor.event(self.state.update, f"an old checkpoint was not deleted: {self._not_deleted}")
@@ -378,7 +380,9 @@ class Trainer:
         """Makes room on a full disk and saves again; else reports the fault that every process has, or raises
         `FolderWriteError` if it is time to end."""
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            freed = make_room(self.checkpoints, self.recipe.train, self._scores()) if self.ranks.first else None
+            freed = None
+            if self.ranks.first:
+                freed = make_room(self.checkpoints, self.recipe.train, self._scores(), self.state.update)
             if name := self.ranks.broadcast_bytes(freed.name.encode() if freed else b"").decode():
                 self.monitor.event(self.state.update, f"the disk is full; {name} was deleted to make room for a newer "
                                    "checkpoint")
@@ -427,16 +431,16 @@ class Trainer:
 
 def train(
     recipe: Recipe, ranks: Ranks, task: Task | None = None,
-    watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None, explain: Explain | None = None,
+    watch: Callable[[Recipe, Engine, Ranks], UpdateHook] | None = None,
 ) -> int:
     """Trains the recipe into its run folder, resuming if that holds a checkpoint; returns the exit code. For `watch`
-    and `explain` see `Trainer`.
+    see `Trainer`.
 
     Raises:
         UserError: the run cannot begin or resume, or its gradients stay non-finite (`Diverged`).
     """
     with deterministic(recipe.train.deterministic), output_may_be_lost():
-        trainer = Trainer(recipe, ranks, task, watch, explain)
+        trainer = Trainer(recipe, ranks, task, watch)
         try:
             with trainer.verification.explaining(), enough_memory(_TOO_LARGE):
                 return trainer.run_to_end()

@@ -530,9 +530,16 @@ def test_a_full_disk_takes_those_of_keep_every_last(tmp_path: Path) -> None:
     for update in range(2, 9):
         (tmp_path / f"update-{update:08d}").mkdir()
     train = Train(updates=9, save_every=1, keep_every=2)
-    freed = [make_room(tmp_path, train, {3: 1.0, 4: 2.0}) for _ in range(6)]
+    freed = [make_room(tmp_path, train, {3: 1.0, 4: 2.0}, 8) for _ in range(6)]
     assert [path and update_of(path) for path in freed] == [5, 7, 2, 4, 6, None]
     assert [update_of(path) for path in list_checkpoints(tmp_path)] == [3, 8], "the best and the newest"
+
+
+def test_a_full_disk_takes_first_what_the_run_could_not_resume_from(tmp_path: Path) -> None:
+    for update in (10, 12, 15):
+        (tmp_path / f"update-{update:08d}").mkdir()
+    freed = [make_room(tmp_path, Train(updates=20, save_every=5), {}, 13) for _ in range(3)]
+    assert [path and update_of(path) for path in freed] == [15, 10, None]
 
 
 def test_scores_are_collected_from_all_checkpoints(run: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from refusals import user_error
-from run_files import losses
+from run_files import losses, scalars
 
 import deepnmt
 from deepnmt.cli import main
@@ -82,6 +82,13 @@ def test_training_restores_the_process(
     assert [one.update for one in trained] == [1, 2], "called again, it resumes"
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
     assert dict(os.environ) == environment and torch.get_num_threads() == count and not dist.is_initialized()
+
+
+def test_training_probes_the_layers(prepared: Path, tmp_path: Path, threads: None) -> None:
+    run = tmp_path / "run"
+    deepnmt.train(prepared / "recipe.yaml", {**SHORT, "run": run, "train.probe_every": 2})
+    probed = [updates for name, updates in scalars(run).items() if name.endswith("/branch_rms")]
+    assert probed and all(list(updates) == [2, 4, 6] for updates in probed)
 
 
 def test_in_another_thread(prepared: Path, tmp_path: Path) -> None:

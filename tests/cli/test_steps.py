@@ -20,7 +20,7 @@ import deepnmt
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
 from deepnmt.data.text import read_lines
-from deepnmt.steps import run_steps, starter
+from deepnmt.steps import _steps, run_steps, starter
 
 TINY = {"train": {"updates": 3, "save_every": 1, "validate_every": 3, "valid_sentences": 2}, "average_last": 2,
         "translate": {"beam": 1, "max_ratio": 1.0, "max_extra": 2}}
@@ -73,6 +73,14 @@ TRAINED = ("prepare {0}", "train {0}", "average runs/{0}")
 
 def steps_of(name: str) -> list[str]:
     return [step.format(name) for step in TRAINED]
+
+
+def test_checkpoints_with_a_running_average_are_not_averaged(prepared: Path) -> None:
+    """Else `average` would be taken, the mean of the weights, in place of what validations measured."""
+    whole = ["prepare", "train", "average", "evaluate"]
+    for ema, taken in (("null", whole), ("0.9", [step for step in whole if step != "average"])):
+        recipe = load_recipe(prepared / "recipe.yaml", [f"train.ema={ema}"])
+        assert [words[0] for words in _steps("my.yaml", recipe, [])] == taken
 
 
 def test_distillation(prepared: Path, place: Path, refused: Refused) -> None:

@@ -513,7 +513,7 @@ def test_every_count_has_an_upper_bound() -> None:
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
-    with user_error(r"there is no recipe .*none\.yaml; deepnmt recipes lists"):
+    with user_error(r"there is no recipe .*none\.yaml; deepnmt new writes a recipe"):
         load_recipe(tmp_path / "none.yaml")
     with user_error(r"holds no recipe\.yaml; give a recipe, or the folder of a run"):
         load_recipe(tmp_path)

@@ -28,6 +28,7 @@ from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.steppers import CachedStepper
 from deepnmt.decode.translate import translate_lines
+from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.model.init import new_model
 
 CPU = torch.device("cpu")
@@ -184,8 +185,14 @@ def test_a_tag_never_comes_out(mixed: Recipe, method: str) -> None:
     assert all(best[0].text for best in tagged[:2]) and tagged[2][0].text == ""
 
 
-def test_validation_by_corpus_and_resuming_in_an_epoch(mixed: Recipe, tmp_path: Path) -> None:
-    """A run that is stopped and resumed is the run that was not, and its log has the figures of each corpus."""
+def test_validation_by_corpus_and_resuming_in_an_epoch(
+    mixed: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped and resumed is the run that was not, and its log has the figures of each corpus, which is
+    scored in its own language."""
+    langs: list[str] = []
+    monkeypatch.setattr("deepnmt.tasks.translation.validate.make_scorers",
+                        lambda lang: langs.append(lang) or make_scorers(lang))
     file = tmp_path / "recipe.yaml"
     file.write_text(dump_recipe(mixed), encoding="utf-8")
     for run, ends in (("whole", [9]), ("broken", [4, 9])):
@@ -201,6 +208,7 @@ def test_validation_by_corpus_and_resuming_in_an_epoch(mixed: Recipe, tmp_path: 
         assert min(valid["plain/loss"], valid["tagged/loss"]) <= valid["loss"] <= max(valid["plain/loss"],
                                                                                      valid["tagged/loss"])
     assert logs["whole"] == logs["broken"] and len(logs["whole"]) == 9
+    assert set(langs) == {"de", "zh"}
     weights = [(list_checkpoints(tmp_path / run / "checkpoints")[-1] / WEIGHTS).read_bytes()
                for run in ("whole", "broken")]
     assert weights[0] == weights[1]

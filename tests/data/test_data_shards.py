@@ -179,6 +179,10 @@ def test_shares_hold_in_every_window_and_passes_use_every_pair(counts: list[int]
     for corpus, count in enumerate(counts):
         times = np.concatenate([part for (of, _), part in used.items() if of == corpus])
         assert times.sum() == epochs * count and times.max() - times.min() <= 1
+    if counts == [700, 50, 30]:  # an epoch is a pass
+        orders = [[piece for number in range(windows.windows(0)) for piece in windows.ranges(epoch, number)]
+                  for epoch in (0, 1)]
+        assert orders[0] != orders[1], "every pass has its blocks in another order"
     again = Windows(_Made(sizes), Fixed(counts), 7, pairs)
     assert again.ranges(4, 0) == windows.ranges(4, 0) != Windows(_Made(sizes), Fixed(counts), 8, pairs).ranges(4, 0)
 
@@ -466,6 +470,13 @@ def test_marks_are_where_lines_begin(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # -- mistakes and damage -----------------------------------------------------------------------------------------------
+
+
+def test_windows_that_cannot_be_numbered(plain: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepnmt.data.windows.WINDOWS", 2)
+    with user_error("^data.window_pairs is .*, so an epoch has 4 windows, but at most 2 can be numbered; set it to "
+                    r"\d+ or more$"):
+        training_stream(plain, open_prepared(plain)).update(START, 200, 0, 1, CPU)
 
 
 def test_damage_is_noticed_when_a_shard_is_read(plain: Recipe, prepared: Path, tmp_path: Path) -> None:

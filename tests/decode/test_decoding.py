@@ -15,7 +15,7 @@ from deepnmt import config
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import beam_search
 from deepnmt.decode.steppers import CachedStepper, MakeStepper
-from deepnmt.decode.translate import Hypothesis, translate_lines
+from deepnmt.decode.translate import Hypothesis, most_steps, translate_lines
 from deepnmt.model.init import new_model
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import BOS, EOS
@@ -207,11 +207,9 @@ def test_an_overlong_line_is_truncated_with_a_warning(caplog: pytest.LogCaptureF
     assert_same(found[1:], translated(model, [" ".join(words[:31])], METHODS["greedy"]))
 
 
-def test_half_precision_models_are_scored_in_fp32() -> None:
-    model = sharp().bfloat16()
-    best = translated(model, LINES, METHODS["gnmt"])
-    assert all(h[0].score < 0 for h, line in zip(best, LINES, strict=True) if line.strip())
-    assert best[0][0].score != torch.tensor(best[0][0].score).bfloat16().item()
+def test_a_prefix_may_be_followed_by_a_token() -> None:
+    """Be it as long as the longest translation by the ratio."""
+    assert most_steps(sharp(), config.Translate(max_ratio=0.1, max_extra=0), 3, given=5) == 6
 
 
 def test_a_model_in_training_mode_stays_in_it() -> None:

@@ -149,6 +149,7 @@ def test_words_where_the_references_have_none() -> None:
         scores = score_lines(lines, [["", ""]], "en", metrics=["ter", "wer", "cer"])
         assert scores.values == {"ter": rate, "wer": rate, "cer": rate}
     assert score_lines(["a b"], [[" a  b"]], "en", metrics=["wer", "cer"]).values == {"wer": 0.0, "cer": 25.0}
+    assert score_lines(["a b"], [["x y z"], ["a b"]], "en", metrics=["wer"]).values == {"wer": 0.0}  # the nearest
 
 
 def test_error_rates_are_jiwers() -> None:

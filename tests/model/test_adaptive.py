@@ -128,6 +128,15 @@ def test_tied_gradients_are_finite_differences() -> None:
             assert (values[0] - values[1]) / (2 * step) == pytest.approx(float(gradient[place]), abs=1e-4)
 
 
+def test_further_bands_have_a_dropout_of_their_own() -> None:
+    made, one = new_model(model(), VOCAB, VOCAB, 1), batch_of(*batch([3, 2], [6, 5]))
+    losses = []
+    for dropout, training in ((0.0, True), (0.5, True), (0.5, False)):
+        made.objective = BandedCrossEntropy(Bands(VOCAB, WIDTH, [5, 11], 2), dropout, 1)
+        losses.append(float(made.train(training)(one).loss))
+    assert losses[0] != losses[1] and losses[0] == losses[2]
+
+
 def test_parameters_in_bands_are_counted() -> None:
     made = new_model(model(), VOCAB, VOCAB, 1)
     assert count_parameters(model(), VOCAB, VOCAB) == sum(p.numel() for p in made.parameters())

@@ -318,6 +318,17 @@ def test_masks_differ_between_layers() -> None:
     assert not torch.equal(masks[0], masks[1])
 
 
+def test_the_output_of_every_sublayer_is_dropped() -> None:
+    model = new_model(shapes(dropout=0.5, layers=1), V, V, 1).train()
+    shares: list[float] = []
+    for side, count in (("encoder", 2), ("decoder", 3)):
+        for i in range(count):
+            add = model.get_submodule(f"{side}.layers.0.rule.adds.{i}")
+            add.register_forward_hook(lambda module, inputs, output: shares.append(float((output == 0).float().mean())))
+    model(batch_of(*batch()))
+    assert len(shares) == 5 and all(0.3 < share < 0.7 for share in shares)
+
+
 def test_a_recomputed_layer_has_the_same_masks() -> None:
     model = new_model(shapes(dropout=0.3), V, V, 1).train()
     layer, x = model.encoder.layers[1], torch.randn(2, 5, D)

@@ -13,13 +13,13 @@ from refusals import user_error
 from tiny_engines import ROOT, batch_of, export_state, fairseq_rule
 
 from deepnmt.batch import Batch
-from deepnmt.config import Recipe, Schedule, check_recipe, with_settings
+from deepnmt.config import Optimizer, Recipe, Schedule, check_recipe, with_settings
 from deepnmt.data.batching import START, Position, Update
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
 from deepnmt.optim.optimizers import build_optimizer, moment_names
 from deepnmt.optim.scaler import LossScaler
-from deepnmt.optim.schedules import learning_rate, warmup_note
+from deepnmt.optim.schedules import factors_risen, learning_rate, warmup_note
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.parallel.engine import LocalEngine, clip_gradients, gradient_norm
 from deepnmt.processes.ranks import Ranks
@@ -254,6 +254,23 @@ def test_decoupled_decay_shrinks_the_weights_themselves() -> None:
         torch.testing.assert_close(weight, torch.full_like(weight, 0.5 * (1 - 0.1 * 0.2) ** 2), rtol=1e-6, atol=0)
 
 
+def test_adams_decay_is_in_the_gradient() -> None:
+    """Of which the first step has the sign alone."""
+    engine = engine_of({"name": "adam", "weight_decay": 0.2, "decay_norms_and_biases": True, "lr": 0.1})
+    weight = engine.module.table("src").weight
+    with torch.no_grad():
+        weight.fill_(0.5)
+    weight.grad = torch.zeros_like(weight)
+    engine.optimizer.step()
+    torch.testing.assert_close(weight, torch.full_like(weight, 0.4), rtol=1e-6, atol=0)
+
+
+def test_factors_without_an_end_stay() -> None:
+    assert factors_risen(Optimizer(lr_factors={"encoder": 0.2}), 10**6) == 0.0
+    rising = Optimizer(lr_factors={"encoder": 0.2}, lr_factors_until=40)
+    assert [factors_risen(rising, update) for update in (1, 40, 60, 80, 90)] == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("beta2", [0.98, 0.999, 0.9])
 @pytest.mark.parametrize("unrectified", ["momentum", "skip"])
 @pytest.mark.parametrize("name", ["radam", "radamw"])
@@ -421,7 +438,8 @@ def test_clipping_by_the_norm_of_all_gradients() -> None:
     assert clipped(parameters, 0.0) == pytest.approx(exact, rel=1e-7)
     assert clipped(parameters, exact * 1.1) == pytest.approx(exact, rel=1e-7)
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=False) if p.grad is not None)
-    assert clipped(parameters, exact / 4) == pytest.approx(exact, rel=1e-7)
+    assert clipped(parameters, exact / 1.01) == pytest.approx(exact, rel=1e-7)
+    assert clipped(parameters, exact / 4) == pytest.approx(exact / 1.01, rel=1e-5)
     assert clipped(parameters, 0.0) == pytest.approx(exact / 4, rel=1e-5) and parameters[-1].grad is None
     for value in (math.nan, math.inf):
         parameters[-1].grad = torch.tensor([0.0, value] * 2 + [0.0])

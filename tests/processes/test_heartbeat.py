@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from warm import Warm, has_ended, kill, waiting
 
 from deepnmt.cli import main
@@ -97,6 +98,17 @@ def test_a_piece_of_work_may_take_as_long_as_the_others_did() -> None:
         assert heartbeat.allowed(kind, []) == 6 * 3600
         assert heartbeat.allowed(kind, [900.0]) == 9000 > heartbeat.allowed(kind, [9.0])
     assert heartbeat.allowed("", []) == heartbeat.allowed("", [9.0]) == math.inf
+
+
+def test_the_first_checkpoint_may_take_as_long_as_the_first() -> None:
+    """It is written beside updates, and was not waited for before."""
+    monitor = heartbeat.HeartbeatMonitor(dist.HashStore(), 0, ["one"])
+    for kind in (heartbeat.SAVE, heartbeat.UPDATE, heartbeat.SAVE, heartbeat.UPDATE):
+        monitor.begin(kind)
+    assert heartbeat.allowed(heartbeat.SAVE, monitor._past[heartbeat.SAVE]) == 6 * 3600
+    monitor.took(heartbeat.SAVE, 1000.0)
+    assert heartbeat.allowed(heartbeat.SAVE, monitor._past[heartbeat.SAVE]) == 10_000
+    monitor.close()
 
 
 def test_training_says_what_it_is_at(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

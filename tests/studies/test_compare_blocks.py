@@ -104,7 +104,9 @@ def test_other_settings_are_other_runs(compare: Compare, tmp_path: Path) -> None
         assert len(compare(f"train.updates={updates}", f"run={tmp_path}/{run}", *words)) == count
     runs = compare("train.updates=3", *words, "--warmups", "2", "0")
     assert [run["system"]["warmup"] for run in runs[4:]] == [2, 2, 0, 0]
-    assert "**1L-1L, no warm-up**" in (tmp_path / "blocks.md").read_text()
+    text = (tmp_path / "blocks.md").read_text()
+    assert "**1L-1L, no warm-up**" in text
+    assert all(f"| post_ln 1L-1L, warm-up {warmup} | encoder |" in text for warmup in (0, 2))
 
 
 def test_initialisations(prepared: Path) -> None:

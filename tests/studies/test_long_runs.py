@@ -18,7 +18,7 @@ from studies.scores import bleu, pack, unpack, with_totals
 
 def test_a_plan_is_trained_to_its_end_and_goes_on(
         prepared: Path, study: Tool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch: pytest.MonkeyPatch, refused: Refused) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(f"""
 recipe: {prepared / "recipe.yaml"}
@@ -46,6 +46,11 @@ arms:
     assert (tmp_path / "curves.png").stat().st_size
     assert main("long-runs", words) == 0
     assert len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    for old, new in (("updates=6", "updates=7"), (str(prepared / "recipe.yaml"), str(tmp_path / "other.yaml"))):
+        (tmp_path / "other" / "plan.yaml").parent.mkdir(exist_ok=True)
+        (tmp_path / "other" / "plan.yaml").write_text(plan.read_text(encoding="utf-8").replace(old, new), "utf-8")
+        assert "has a run of shallow with other settings than the plan's" in refused(
+            "long-runs", tmp_path / "other" / "plan.yaml", *words[1:])
     (tmp_path / "runs.jsonl").unlink()  # as if the study had been stopped before, whose seconds nobody has counted
     monkeypatch.setattr(long_runs, "deepnmt", lambda *words: 1.0)  # has nothing left to do
     assert main("long-runs", words) == 0

@@ -45,16 +45,16 @@ def systems(draw: np.random.Generator, runs: int, hard: np.ndarray, quality: flo
     return made
 
 
-@pytest.mark.parametrize("runs", [2, 3, 5])
-def test_equal_blocks_are_seldom_called_different(runs: int) -> None:
-    """In fewer than 5 of 50 trials: the seeds' scatter counts, which is 1 to 2 BLEU here."""
-    draw = np.random.default_rng(7)
+@pytest.mark.parametrize(("runs", "others"), [(2, 2), (3, 3), (5, 5), (3, 1), (1, 3)])
+def test_equal_blocks_are_seldom_called_different(runs: int, others: int) -> None:
+    """In fewer than 10 of 100 trials: the seeds' scatter counts, which is 1 to 2 BLEU here."""
+    draw = np.random.default_rng(12)
     wrong = 0
-    for _ in range(50):
+    for _ in range(100):
         hard = draw.uniform(0.2, 0.6, 150)
-        first, second = (systems(draw, runs, hard, 0.0, 0.015) for _ in range(2))
+        first, second = (systems(draw, count, hard, 0.0, 0.015) for count in (others, runs))
         wrong += difference_of_runs(second, first, bleu, trials=60).p < 0.05
-    assert wrong < 5
+    assert wrong < 10
 
 
 def test_different_blocks_are_called_different() -> None:

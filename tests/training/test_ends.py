@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from refusals import user_error
+from run_files import records
 
 from deepnmt.checkpoint.checkpoint import load_state
 from deepnmt.config import load_recipe
@@ -115,14 +116,20 @@ def test_a_number_is_better_than_none(run: Run) -> None:
 def test_no_checkpoint_of_initial_weights(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first update may be dropped; an average of the last checkpoints must not have the weights before it."""
     step, calls = LocalEngine.train_step, 0
+    norms: list[float] = []
 
     def drop_first(engine: LocalEngine, *arguments: Any) -> StepStats:
         nonlocal calls
         calls += 1
         if calls == 1:
             return StepStats(math.nan, math.nan, math.inf, 1.0, False, flags=arguments[-1]())
-        return step(engine, *arguments)
+        stats = step(engine, *arguments)
+        norms.append(stats.grad_norm)
+        return stats
 
     monkeypatch.setattr(LocalEngine, "train_step", drop_first)
-    folder = run([(5.0, 1.0), (4.0, 2.0)], "train.updates=2", "train.save_every=1", "train.keep_last=9")
+    folder = run([(5.0, 1.0), (4.0, 2.0)], "train.updates=2", "train.save_every=1", "train.keep_last=9",
+                 "train.log_every=2")
     assert ended(folder) == 2 and kept(folder) == [1, 2]
+    [logged] = records(folder, "train")
+    assert logged["gradient_norm"] == pytest.approx(sum(norms) / 2) and len(norms) == 2  # of those that were made

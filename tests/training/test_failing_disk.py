@@ -23,7 +23,7 @@ import pytest
 from run_files import losses
 from warm import Warm, kill, train, without_pictures
 
-from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints, update_of, verify
+from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints, read_scores, update_of, verify
 from deepnmt.checkpoint.saving import Saver
 from deepnmt.cli import main
 from deepnmt.config import load_recipe
@@ -191,6 +191,21 @@ def test_an_old_checkpoint_makes_room(prepared: Path, tmp_path: Path, monkeypatc
     told = [r["message"] for r in read_log(tmp_path / "log.jsonl") if "the disk is full" in r.get("message", "")]
     assert len(told) > 1
     assert told[0] == "the disk is full; update-00000001 was deleted to make room for a newer checkpoint"
+
+
+def test_the_last_validation_is_saved_where_room_was_made_before_it(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of update 12 fails while 13, the last, is computed: so 13 is saved at once, and again once validated."""
+    def done(saver: Saver) -> bool:
+        return saver._writing is not None and (saver._writing.exception() is not None or True)
+
+    monkeypatch.setattr(Saver, "done", done)  # as soon as it can be
+    writes = iter([False, False, True])
+    _, code = run_with(prepared, tmp_path, lambda: next(writes, False), monkeypatch, "train.updates=13",
+                       "train.save_every=4", "train.keep_last=9", "train.validate_every=13", "train.max_failed_saves=2")
+    assert code == 0
+    assert list(read_scores(tmp_path / "checkpoints")) == [13]
 
 
 @pytest.mark.parametrize("most", [1, 3])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,8 @@ def test_a_run_begins_with_the_old_model_and_nothing_else_of_it(prepared: Path, 
     sums = old(batch)
     assert losses(run)[1] == pytest.approx(float(sums.loss) / batch.tokens, abs=1e-6)
     first = records(run, "train")[0]
+    assert first["target_tokens"] == batch.tokens
+    assert first["perplexity"] == pytest.approx(math.exp(float(sums.nll) / batch.tokens), rel=1e-6)
     assert first["update"] == 1 and first["learning_rate"] == pytest.approx(5e-3 / 10)  # its own schedule
     assert any("beginning with the weights of" in event["message"] for event in records(run, "event"))
     moments, before = tensors(run, 1, "moments"), weights_in(base / "old" / "checkpoints" / "update-00000006")

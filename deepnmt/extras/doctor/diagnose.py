@@ -356,14 +356,16 @@ def take_update(subject: Subject) -> None:
 
 
 def update_rate(subject: Subject) -> float:
-    """The learning rate of `take_update`: the schedule's at a checkpoint with moments, otherwise the peak."""
+    """The learning rate of `take_update`: the schedule's at a checkpoint with moments, unless it has fallen to 0, where
+    an update would change nothing; otherwise the peak."""
     recipe = subject.recipe
     if subject.trained is None:
         return recipe.optimizer.lr
     state = load_state(subject.trained)
     validations = [validation["value"] for validation in state.extra["validations"]]
-    return learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates, subject.passes,
+    rate = learning_rate(recipe.optimizer.lr, recipe.schedule, state.update + 1, recipe.train.updates, subject.passes,
                          validations)
+    return rate or recipe.optimizer.lr
 
 
 def growth(

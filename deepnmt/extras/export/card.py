@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,6 +47,24 @@ for line in lines:
 """,
 }
 
+_ENCODE = """\
+tags = {tags}
+def encode(line):  # a tag in front is a piece of its own
+    first, _, rest = line.partition(" ")
+    return [first, *encode(rest)] if first in tags else source.encode(line, out_type=str)
+"""
+
+
+def script_of(to: str, tags: Collection[str]) -> str:
+    """How an exported model with these tags is used without deepnmt."""
+    script = SCRIPTS[to]
+    if not tags or to == "huggingface":  # its tokenizer knows them
+        return script
+    script = script.replace("source.encode(line, out_type=str)", "encode(line)")  # of CTranslate2
+    script = script.replace("source.encode(line)", "source.piece_to_id(encode(line))")  # of ONNX
+    opened = next(line for line in script.splitlines(keepends=True) if line.startswith("source, target"))
+    return script.replace(opened, opened + _ENCODE.format(tags=list(tags)))
+
 
 def model_card(
     to: str, loaded: LoadedModel, recipe: Recipe, proof: Proof, licence: str, precision: str = "fp32"
@@ -72,7 +91,8 @@ def model_card(
         "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",
         f"Compared with deepnmt's own model, weights in {precision}: {proof.sentence()}.", "", "## Use", "",
         "`folder` is this folder, `lines` a list of sentences. deepnmt is not needed.", "", "```python",
-        SCRIPTS[to].rstrip(), "```", "", "## Recipe", "", "```yaml", dump_recipe(loaded.recipe).rstrip(), "```", ""])
+        script_of(to, loaded.src_vocab.tags).rstrip(), "```", "",
+        "## Recipe", "", "```yaml", dump_recipe(loaded.recipe).rstrip(), "```", ""])
 
 
 def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,20 @@ _OPENED = (".bin", ".json", ".onnx", ".safetensors", ".spm", ".txt")  # what pro
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raises `UserError` if a folder to export into holds anything but an exported model."""
-    if not is_free(folder) and not (folder / FACTS).is_file():
+    """Raises `UserError` if a folder to export into holds anything but an exported model, or a card that somebody has
+    changed."""
+    if is_free(folder):
+        return
+    if not (folder / FACTS).is_file():
         raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
+    files = folders.read_json(folder, FACTS, KIND).get("files", {})  # there are none in those of before 0.3.0
+    for path in sorted(folder.iterdir()):
+        if files and path.name not in (FACTS, *files):
+            raise UserError(f"{path} would be deleted, which deepnmt export did not write; move it, or give another "
+                            "folder with --output")
+        if path.name == CARD in files and hashlib.sha256(path.read_bytes()).hexdigest() != files[CARD]["sha256"]:
+            raise UserError(f"{path} would be written anew, but somebody has changed it; move it, or give another "
+                            "folder with --output")
 
 
 def read_exported(folder: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def write_huggingface(loaded: LoadedModel, folder: Path, precision: str) -> None
     data = loaded.recipe.data
     tokenizer = {"tokenizer_class": "MarianTokenizer", "source_lang": data.src_lang, "target_lang": data.trg_lang,
                  "unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>", "separate_vocabs": separate,
-                 "model_max_length": settings.max_length}
+                 "model_max_length": settings.max_length, "additional_special_tokens": [*loaded.src_vocab.tags]}
     texts: dict[str, Any] = {"config.json": config, "generation_config.json": generation,
                              "tokenizer_config.json": tokenizer, "vocab.json": _ids(loaded.src_vocab.names())}
     if separate:

@@ -17,7 +17,7 @@ import argparse
 import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,8 @@ from deepnmt.errors import UserError
 from deepnmt.extras.export.exported import FACTS, KIND, read_exported, require_finite
 from deepnmt.files import make_run_folder, reporting, write_text
 from deepnmt.folders import read_json
-from deepnmt.model.blocks import SIDES
+from deepnmt.model.blocks import SIDES, Side
+from deepnmt.model.positions import POSITIONS
 from deepnmt.progress import print_status
 
 sentencepiece_model: Any = sentencepiece_model_pb2  # its classes are made when it is imported
@@ -112,6 +113,7 @@ class Foreign:
         rows: of each side, the row of its table for each id of ours; the second is that of bos as an input.
         output: the output table and its bias, for the target's rows.
         languages: of source and target.
+        gains: of the sides that have one, by which the tables of tokens and positions are multiplied [D].
     """
 
     weights: dict[str, Tensor]
@@ -120,6 +122,7 @@ class Foreign:
     rows: tuple[list[int], list[int]]
     output: tuple[Tensor, Tensor]
     languages: tuple[str, str]
+    gains: dict[Side, Tensor] = field(default_factory=dict)
 
 
 def import_run(folder: Path, run: Path, langs: Sequence[str] | None = None) -> str:
@@ -203,7 +206,14 @@ def _renamed(foreign: Foreign, recipe: Recipe) -> dict[str, Tensor]:
         return joined([take(f"{attention}.{letter}_proj.{part}") for letter in letters], attention)
 
     for side, use, rows in zip(SIDES, ("src", "trg"), foreign.rows, strict=True):
-        renamed[f"embeddings.{use}.weight"] = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
+        table = _rows(take(f"{side}.embed_tokens.weight"), rows, f"{side}'s table")
+        if side in foreign.gains:
+            gain = renamed[f"{side}.input.gain"] = foreign.gains[side]
+            if table.shape[1:] != gain.shape:
+                raise UserError(f"the {side}'s tables of tokens and positions have rows of {list(table.shape[1:])} and "
+                                f"{list(gain.shape)}, which must be equal")
+            table = table / gain
+        renamed[f"embeddings.{use}.weight"] = table
         for index in range(recipe.model.stack(side).layers):
             layer = f"{side}.layers.{index}"  # in both
             for part in ("weight", "bias"):
@@ -306,7 +316,9 @@ def _marian(folder: Path) -> Foreign:
                         "deepnmt imports Marian models as OPUS-MT trains them")
     weights = weights_in(folder)
     bias = weights.pop("final_logits_bias", torch.zeros(1)).flatten()
-    weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if "embed_positions" not in name}
+    weights = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    tables = {side: weights.pop(name) for side in SIDES if (name := f"{side}.embed_positions.weight") in weights}
+    positions, gains = _positions(tables)
     shared = weights.pop("shared.weight", None)
     if shared is not None:
         for side in SIDES:
@@ -336,13 +348,32 @@ def _marian(folder: Path) -> Foreign:
     stacks: dict[str, Any] = {}
     for side in SIDES:
         stacks[side] = {"block": "post_ln", "layers": getattr(config, f"{side}_layers"),
-                        "heads": getattr(config, f"{side}_attention_heads"), "ffn": getattr(config, f"{side}_ffn_dim")}
+                        "heads": getattr(config, f"{side}_attention_heads"), "ffn": getattr(config, f"{side}_ffn_dim"),
+                        "input_gain": side in gains}
     shapes = {"width": config.d_model, "heads": config.encoder_attention_heads,
               "activation": _activation(config.activation_function), "dropout": config.dropout,
               "attention_dropout": config.attention_dropout, "activation_dropout": config.activation_dropout,
-              "tied": "none", "max_length": config.max_position_embeddings, **stacks}
+              "positions": positions, "tied": "none", "max_length": config.max_position_embeddings, **stacks}
     return Foreign(weights, shapes, (vocabs[0], vocabs[1]), (rows[0], rows[1]), (out, bias[rows[1]]),
-                   (tokenizer.source_lang or "src", tokenizer.target_lang or "trg"))
+                   (tokenizer.source_lang or "src", tokenizer.target_lang or "trg"), gains)
+
+
+def _positions(tables: Mapping[Side, Tensor]) -> tuple[str, dict[Side, Tensor]]:
+    """The name of position tables [T, D], and the input gains [D] of those that are multiplied by one, as `deepnmt
+    export` writes them. Half precision is close enough. Raises `UserError` for others."""
+    for name in ("sinusoidal", "fairseq"):
+        gains = {}
+        for side, table in tables.items():
+            if table.dim() != 2:
+                continue
+            ours = POSITIONS[name].table(*table.shape)
+            gain = (table.float() * ours).sum(0) / ours.square().sum(0)
+            if bool((table - gain * ours).abs().max() <= 1e-3 * gain.abs().max()):
+                gains[side] = gain
+        if gains.keys() == tables.keys():
+            return name, {side: gain for side, gain in gains.items() if float((gain - 1).abs().max()) > 1e-3}
+    raise UserError("the model has a table of positions that are no sinusoids, which deepnmt's has not; deepnmt "
+                    "imports Marian models as OPUS-MT trains them")
 
 
 def _fairseq(folder: Path, given: Sequence[str] | None) -> Foreign:

@@ -29,7 +29,7 @@ from deepnmt.checkpoint.checkpoint import LoadedModel, check_ramp
 from deepnmt.config import Model, choices
 from deepnmt.config.choices import BLOCKS, NORMS
 from deepnmt.errors import UserError
-from deepnmt.extras.export.post_ln import fold_weights
+from deepnmt.extras.export.post_ln import REWRITES, fold_weights
 from deepnmt.model.blocks import SIDES, SUBLAYERS, LayerPosition, Side
 from deepnmt.model.positions import POSITIONS
 from deepnmt.tokens import PAD
@@ -54,7 +54,7 @@ def to_plain(
             raise UserError(f"model.{name} is {getattr(model, name)}, which deepnmt cannot write for {program}; "
                             "use the model as it is, or without rotary positions export it with --to onnx")
     check_ramp(loaded.folder, model, loaded.state.update)
-    carried = BLOCKS.where(lambda block: block.exported_as in forms or block.rewritable)
+    carried = [name for name, block in BLOCKS.items() if block.exported_as in forms or name in REWRITES]
     for side in SIDES:
         stack = model.stack(side)
         if stack.block not in carried:
@@ -62,7 +62,7 @@ def to_plain(
                             "neither Post-LN nor Pre-LN in other words; export it with --to onnx, which carries "
                             f"every block (to {program} go {', '.join(carried)})")
     weights = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
-    if any(model.stack(side).facts.rewritable for side in SIDES):
+    if any(model.stack(side).block in REWRITES for side in SIDES):
         weights, model = fold_weights(weights, model)
     return Plain(weights, model)
 

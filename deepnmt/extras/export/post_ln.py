@@ -41,7 +41,7 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.config import Model, Recipe, dump_recipe, with_settings
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder
-from deepnmt.model.blocks import FOLDED, SIDES, LayerPosition, Side
+from deepnmt.model.blocks import SIDES, LayerPosition, Side
 from deepnmt.model.init import fill
 from deepnmt.model.transformer import Transformer
 from deepnmt.tokens import PAD
@@ -93,7 +93,7 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     Raises:
         UserError: no stack can be folded, or an ω has a zero.
     """
-    sides = [side for side in SIDES if model.stack(side).facts.rewritable]
+    sides = [side for side in SIDES if model.stack(side).block in REWRITES]
     if not sides:
         raise UserError(f"{model.blocks}, but only {', '.join(REWRITES)} fold into post_ln; use the model as it is")
     folded = dict(weights)
@@ -101,7 +101,7 @@ def fold_weights(weights: Mapping[str, Tensor], model: Model) -> tuple[dict[str,
     for side in sides:
         folded = REWRITES[model.stack(side).block](folded, model, side)
         gain = f"{side}.input.gain" in folded
-        changes = {**model.stack(side).changes_for(FOLDED), "input_gain": gain}
+        changes = {**model.stack(side).changes_for("post_ln"), "input_gain": gain}
         post_ln = with_settings(post_ln, {f"{side}.{name}": value for name, value in changes.items()})
     return folded, post_ln
 
@@ -162,7 +162,7 @@ def _mirror_ffn(weights: Mapping[str, Tensor], model: Model, side: Side) -> dict
     return mirrored
 
 
-# How a stack of each `rewritable` block becomes one of `FOLDED`.
+# The blocks of which there is a Post-LN stack with the same output, and how its weights are made.
 REWRITES: dict[str, Callable[[Mapping[str, Tensor], Model, Side], dict[str, Tensor]]] = {
     "admin": _fold_stack,
     "admin_closed_form": _fold_stack,
@@ -203,7 +203,7 @@ def save_folded(source: Path, target: Path) -> Folded:
     state = replace(loaded.state, loss_scale=None, extra=extra)
     write_checkpoint(target, Contents(weights, None, state, dump_recipe(recipe), loaded.files))
     old = {side: loaded.recipe.model.stack(side) for side in SIDES}
-    stacks = [f"{side} ({stack.block})" for side, stack in old.items() if stack.facts.rewritable]
+    stacks = [f"{side} ({stack.block})" for side, stack in old.items() if stack.block in REWRITES]
     return Folded(target, stacks, difference, largest)
 
 

@@ -13,12 +13,12 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, flatten
 from deepnmt.errors import UserError
 from deepnmt.files import make_run_folder, write_json
 from deepnmt.training.reporters import Reporter, figures_of
@@ -67,7 +67,7 @@ class _MLflow:
             known = self._client.get_experiment_by_name(name)
             experiment = known.experiment_id if known else self._client.create_experiment(name)
             identity = self._client.create_run(experiment, run_name=run.name).info.run_id
-            parameters = [Param(key, str(value)[:500]) for key, value in _flat(recipe.model_dump())]
+            parameters = [Param(key, str(value)[:500]) for key, value in flatten(recipe.model_dump()).items()]
             for first in range(0, len(parameters), 100):  # it takes a hundred at once
                 self._client.log_batch(identity, params=parameters[first : first + 100])
         else:
@@ -173,11 +173,3 @@ def _identities(run: Path) -> dict[str, str]:
         return {name: value for name, value in known.items() if isinstance(value, str)}
     except (OSError, ValueError, AttributeError):
         return {}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -55,7 +55,6 @@ __all__ = [
     "B2T",
     "BLOCKS",
     "DLCL",
-    "FOLDED",
     "LNS",
     "NORMS",
     "SIDES",
@@ -147,8 +146,6 @@ def say_facts(blocks: Mapping[str, type[Block]]) -> None:
 
 
 say_facts(BLOCKS)
-
-FOLDED = "post_ln"  # the block that a rewritable one becomes
 
 
 def profiled_sublayers(model: config.Model, side: Side) -> list[str]:

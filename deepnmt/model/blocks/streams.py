@@ -196,7 +196,6 @@ class ManifoldHyper(Hyper):
     get the same gradient for all of them and never separate them.
     """
 
-    initial_values: ClassVar[dict[str, float]] = {"scales": 0.01, "maps": 0.0}
     gate: ClassVar[type[Gate]] = ManifoldGate
 
     @staticmethod

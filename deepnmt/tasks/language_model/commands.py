@@ -168,9 +168,9 @@ def sample(words: list[str]) -> None:
     settable(args, ["run", "seed", "parallel.device", "parallel.threads"], "a trained model continues as it is")
     _require_pairs(recipe, "sample", False)
     positive(args, "tokens", "count")
-    if not args.temperature > 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
-        raise UserError(f"--temperature is {args.temperature:g}, --top-k {args.top_k} and --top-p {args.top_p:g}; "
-                        "give a temperature above 0, a top-k of 0 or more, and a top-p above 0 and at most 1")
+    if not 1e-6 <= args.temperature <= 1e6 or args.top_k < 0 or not 0 < args.top_p <= 1:
+        raise UserError(f"--temperature is {args.temperature:g}, --top-k {args.top_k} and --top-p {args.top_p:g}; give "
+                        "a temperature of 1e-6 to 1e6, a top-k of 0 or more, and a top-p above 0 and at most 1")
     from deepnmt.tasks.language_model.scoring import sample_text
 
     with processes_of(recipe) as ranks:

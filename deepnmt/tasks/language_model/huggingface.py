@@ -32,10 +32,8 @@ from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.fields import either
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.files import write_text
-from deepnmt.model.init import fill
+from deepnmt.files import reporting, write_text
 from deepnmt.model.positions import POSITIONS
-from deepnmt.model.transformer import Transformer
 from deepnmt.tasks.language_model.model import Loaded
 from deepnmt.tokens import EOS, PAD
 
@@ -195,8 +193,14 @@ def import_model(folder: Path, run: Path) -> str:
         weights = {name: weight.float() for name, weight in load_file(file).items()}
         settings = _settings(kind, config, folder, weights)
         ours = _ours(kind, weights, settings["decoder"]["layers"])
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as error:
         raise UserError(f"{folder} does not hold a whole {kind} model ({error}); give the whole folder") from None
+    for name, weight in ours.items():
+        if not bool(weight.isfinite().all()):
+            raise UserError(f"{folder} has weights that are no numbers, in {name}; give a model that has not diverged")
+    begin = config.get("bos_token_id")
+    if begin in range(vocab.size):  # a text begins with it there, and with eos here
+        ours["embeddings.trg.weight"][EOS] = ours["embeddings.trg.weight"][begin]
     recipe = check_recipe({
         "run": str(run), "task": "language_model", "model": settings,
         "vocab": {"model": str(run), "kind": vocab.kind},
@@ -207,10 +211,10 @@ def import_model(folder: Path, run: Path) -> str:
     difference = shapes_differ(recipe.model, vocab.size, vocab.size, shapes_of(ours))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
-    fill(Transformer(recipe.model, vocab.size, vocab.size, recipe.seed), ours.__getitem__)  # finds what is no number
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
     write_checkpoint(run / "averaged", Contents(ours, None, state, dump_recipe(recipe), vocab.files))
-    write_text(run / "recipe.yaml", dump_recipe(recipe))
+    with reporting(str(run / "recipe.yaml"), f"free disk space, remove {run}, and import again"):
+        write_text(run / "recipe.yaml", dump_recipe(recipe))
     return f"{run}: {recipe.model.depths}, width {recipe.model.width}, {vocab.size:,} pieces, from {kind}"
 
 
@@ -256,7 +260,14 @@ def _positions(theirs: Tensor, folder: Path) -> str:
 
 
 def _ours(kind: str, theirs: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The weights under deepnmt's names; a bias that is missing is 0."""
+    """The weights under deepnmt's names; a bias that is missing is 0. Raises ValueError for weights that have no place
+    there."""
+    known = {NAMES[kind].table, "lm_head.weight", "transformer.wpe.weight"}
+    known |= {f"{name}.{suffix}" for _, names in _names_of_parts(kind, layers) for name in names
+              for suffix in ("weight", "bias")}
+    for name in sorted(theirs.keys() - known):
+        if not name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):  # constants
+            raise ValueError(f"its weight {name} has no place in such a model of {layers} layers")
     table = theirs[NAMES[kind].table]
     ours = {"embeddings.trg.weight": table / math.sqrt(table.size(1)),
             "embeddings.out.weight": theirs.get("lm_head.weight", table).clone()}

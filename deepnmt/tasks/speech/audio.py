@@ -108,8 +108,11 @@ def _ready(utterance: Utterance) -> Features:
 
 def read_wave(utterance: Utterance, rate: int) -> Features:
     """The samples of an audio file, from -1 to 1. WAV of 16 bits needs no library. Raises `UserError`."""
-    file = utterance.file
-    content = _with_sizes(file.read_bytes())
+    try:
+        content = _with_sizes(utterance.file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{utterance.where}: the audio cannot be read ({error.strerror}); give it again, or remove the "
+                        "line") from None
     truncated = UserError(f"{utterance.where}: the audio is truncated: its header promises more than the "
                           f"{len(content):,} bytes there are; get the file again")
     if content[:4] == b"RIFF" and (len(content) < 8 or _size_at(content, 4) + 8 > len(content)):
@@ -174,6 +177,9 @@ def _any_audio(utterance: Utterance, content: bytes) -> tuple[Any, int]:
                         "pip install 'deepnmt[speech]'") from None
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as audio:
+            if audio.frames > 2**48:
+                raise UserError(f"{utterance.where}: the header does not say how long the audio is, as when it was "
+                                "written into a pipe; write it into a file")
             samples = audio.read(dtype="float32")
             promised = audio.frames
             its_rate = audio.samplerate

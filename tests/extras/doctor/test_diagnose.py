@@ -292,6 +292,8 @@ def test_a_run_and_its_checkpoints(
     subject = subject_for(load_recipe(run), run / "checkpoints" / "update-00000003")
     assert len(rates) == 6 and subject.passes > 1 and subject.passes % 1 > 0
     assert update_rate(subject) == pytest.approx(rates[3], rel=1e-6) != pytest.approx(0.1 * rates[0], rel=1e-2)
+    ended = with_settings(subject.recipe, {"schedule.name": "linear", "schedule.step_epoch": None, "train.updates": 3})
+    assert update_rate(replace(subject, recipe=ended)) == ended.optimizer.lr  # not 0, at the very end
     assert main("diagnose", [str(run), "--tokens", "60", ONE]) == 0
     output = capsys.readouterr().out
     folder = run / "diagnosis-update-00000006"

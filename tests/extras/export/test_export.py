@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 import tiny_run
 import torch
 import yaml
@@ -25,9 +26,9 @@ from deepnmt import config
 from deepnmt.checkpoint.checkpoint import Contents, LoadedModel, load_model
 from deepnmt.cli import main
 from deepnmt.config.choices import BLOCKS
-from deepnmt.data.vocab import Vocabulary
+from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.extras.export import job, post_ln, targets
-from deepnmt.extras.export.card import SCRIPTS, model_card
+from deepnmt.extras.export.card import SCRIPTS, model_card, script_of
 from deepnmt.extras.export.plain import Plain, to_plain
 from deepnmt.extras.export.proof import Native, Proof
 from studies.__main__ import main as main_of_studies
@@ -75,9 +76,14 @@ def difference(to: job.Target, loaded: LoadedModel, folder: Path) -> float:
     return max(abs(a - b) for ours, theirs in zip(*scores, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_each_target_and_each_rewriting_has_its_function() -> None:
+def test_each_target_has_its_function() -> None:
     assert set(targets.EXPORTERS.where(lambda target: not target.checkpoint and not target.encoder)) == set(job.TARGETS)
-    assert set(BLOCKS.where(lambda block: block.rewritable)) == set(post_ln.REWRITES)
+
+
+def test_the_page_says_which_blocks_fold() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "blocks.md").read_text(encoding="utf-8")
+    sentence = " ".join(page.split()).partition("into `RUN/folded`. It takes")[2].partition(".")[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == post_ln.REWRITES.keys()
 
 
 @pytest.mark.parametrize(("encoder", "decoder", "settings"), [
@@ -121,8 +127,9 @@ def test_every_block_goes_to_onnx(encoder: str, decoder: str, settings: dict[str
     assert difference(target("onnx"), loaded, tmp_path / "out") < 1e-4
 
 
-@pytest.mark.parametrize("block", BLOCKS.where(
-    lambda block: block.exported_as not in ("post_ln", "pre_ln") and not block.rewritable))
+@pytest.mark.parametrize("block", [
+    name for name, block in BLOCKS.items()
+    if block.exported_as not in ("post_ln", "pre_ln") and name not in post_ln.REWRITES])
 def test_what_has_no_plain_form_is_refused(block: str, tmp_path: Path) -> None:
     with user_error(f"^model.decoder.block is {block}, which transformers cannot compute: .* --to onnx"):
         to_plain(loaded_of(shapes("post_ln", block), tmp_path), "transformers")
@@ -239,6 +246,45 @@ def test_the_tokenizer_of_huggingface_gives_the_same_ids(run: Path, prepared: Pa
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     lines = [*(prepared / "text" / "train.en").read_text(encoding="utf-8").splitlines(), "Zürich „ ½ x", "a  b"]
     assert tokenizer(lines)["input_ids"] == [[*loaded.src_vocab.encode(line.strip()), 2] for line in lines]
+
+
+@pytest.mark.parametrize("to", list(LIBRARIES))
+def test_tags_are_pieces_without_deepnmt_too(to: str, prepared: Path, tmp_path: Path) -> None:
+    """SentencePiece itself segments a tag into characters."""
+    text = (prepared / "text" / "train.en").read_text(encoding="utf-8").splitlines()
+    vocab = Vocabulary(train_vocabulary(text, config.Vocab(size=100), ["<2de>", "<bt>"]))
+    other = loaded_of(shapes("post_ln", "post_ln"), tmp_path)
+    loaded = replace(other, src_vocab=vocab, trg_vocab=vocab)
+    lines = [*text[:3], f"<2de> {text[0]}", f"<2de> <bt> {text[1]}", "<bt>", "a <2de>"]
+    wanted = [[*vocab.encode(line), 2] for line in lines]
+    if to == "huggingface":
+        (tmp_path / "out").mkdir()
+        target(to).write(loaded, tmp_path / "out", "fp32")
+        transformers = pytest.importorskip("transformers")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert tokenizer(lines[:-1])["input_ids"] == wanted[:-1]  # tags that stand later are tags there
+        return
+    script = script_of(to, vocab.tags)
+    assert "source.encode" not in script.partition("    return [first")[2].partition("\n")[2]
+    source = sentencepiece.SentencePieceProcessor(model_proto=vocab.bytes)
+    known: dict[str, Any] = {"source": source}
+    exec(script[script.index("tags = "):script.index("\n", script.index("    return [first"))], known)
+    assert [[*source.piece_to_id(known["encode"](line)), 2] for line in lines] == wanted
+
+
+def test_what_export_did_not_write_is_not_deleted(run: Path, tmp_path: Path, refused: Refused) -> None:
+    """A folder is written anew as a whole; what somebody put or changed there would be gone."""
+    target("onnx")
+    folder = tmp_path / "out"
+    again = ["export", str(run), "--to", "onnx", "--output", str(folder), "--lines", "8"]
+    assert main(again[0], again[1:]) == 0
+    assert main(again[0], again[1:]) == 0
+    (folder / "LICENSE").write_text("mine")
+    assert f"{folder}/LICENSE would be deleted, which deepnmt export did not write" in refused(*again)
+    (folder / "LICENSE").unlink()
+    (folder / "README.md").write_text("mine")
+    assert f"{folder}/README.md would be written anew, but somebody has changed it" in refused(*again)
+    assert (folder / "README.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize("fault", ["norm", "matrix", "positions", "bias"])

@@ -11,10 +11,14 @@ import pytest
 import torch
 from foreign_models import TEXTS, fairseq_folder, opus_folder, pieces, spm
 from refusals import Refused
+from safetensors.torch import load_file, save_file
+from test_export import loaded_of, target
+from test_folding import shapes
 from torch import Tensor
 
 from deepnmt.checkpoint.checkpoint import load_model
 from deepnmt.cli import main
+from deepnmt.config import with_settings
 
 
 def ours(run: Path, source: str, target: str) -> tuple[Tensor, list[str]]:
@@ -93,6 +97,31 @@ def test_marian_has_the_same_logits(separate: bool, tmp_path: Path, capsys: pyte
     torch.testing.assert_close(logits[:, compared], wanted[:, [ids[1][known[i]] for i in compared]], rtol=0, atol=1e-5)
     assert loaded.recipe.data.src_lang == "de"
     assert (loaded.recipe.model.attention_dropout, loaded.recipe.model.activation_dropout) == (0.2, 0.3)
+
+
+@pytest.mark.parametrize(("block", "settings"), [
+    ("post_ln", {}), ("admin", {}), ("post_ln", {"positions": "fairseq"}),
+    ("deepnorm", {"positions": "fairseq", "encoder.input_gain": True})])
+def test_an_export_of_deepnmts_own_has_the_same_logits(
+    block: str, settings: dict[str, Any], tmp_path: Path, refused: Refused
+) -> None:
+    """Positions and ω_1 are in the file's tables of positions; other tables are refused."""
+    loaded = loaded_of(with_settings(shapes(block, block), settings), tmp_path)
+    folder, run = tmp_path / "exported", tmp_path / "again"
+    folder.mkdir()
+    target("huggingface").write(loaded, folder, "fp32")
+    assert main("import", [str(folder), str(run)]) == 0
+    again = load_model(run)
+    src, trg, lengths = torch.tensor([[9, 5, 31, 2]]), torch.tensor([[1, 8, 8, 30]]), torch.tensor([4])
+    with torch.no_grad():
+        wanted, found = (model.logits(model.decode(trg, model.encode(src, lengths), lengths))
+                         for model in (loaded.model, again.model))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    if settings:
+        weights = load_file(folder / "model.safetensors")
+        weights["model.encoder.embed_positions.weight"][3, 5] += 0.1
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        assert "a table of positions that are no sinusoids" in refused("import", folder, tmp_path / "other")
 
 
 @pytest.mark.parametrize("pre", [False, True])

@@ -21,7 +21,7 @@ from deepnmt.model.init import new_model
 from deepnmt.tasks.language_model.huggingface import export_model, import_model
 from deepnmt.tasks.language_model.model import Loaded, load
 from deepnmt.tasks.language_model.text import PreparedText
-from deepnmt.tokens import EOS, PAD
+from deepnmt.tokens import BOS, EOS, PAD
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -83,7 +83,9 @@ def test_a_llama_of_transformers_is_imported(vocab: Vocabulary, tmp_path: Path) 
     (tmp_path / "llama" / "tokenizer.model").write_bytes(vocab.bytes)
     import_model(tmp_path / "llama", tmp_path / "run")
     ids = torch.randint(PAD + 1, vocab.size, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids[:, 0] = EOS  # before a text; there it is bos
     ours = logs(load(tmp_path / "run", torch.device("cpu")), ids)
+    ids[:, 0] = BOS
     torch.testing.assert_close(theirs(input_ids=ids).logits.log_softmax(-1), ours, rtol=1e-5, atol=1e-5)
 
 
@@ -109,6 +111,8 @@ def test_a_full_disk_leaves_no_part_of_a_model(vocab: Vocabulary, tmp_path: Path
 @pytest.mark.parametrize(("changes", "said"), [
     ({"activation_function": "gelu_new"}, "activation_function is 'gelu_new', but deepnmt computes relu, gelu or silu"),
     ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"), ({"n_layer": 3}, "does not hold a whole gpt2 model"),
+    ({"n_layer": 1}, "its weight transformer.h.1.attn.c_attn.bias has no place in such a model of 1 layers"),
+    ({"infinite": True}, "has weights that are no numbers, in decoder.norm.bias"),
     ({"scale_attn_weights": False}, "scale_attn_weights is False"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
     ({"cut": True}, "does not hold a whole gpt2 model"), ({"learned": True}, "has learned position vectors")])
@@ -119,6 +123,10 @@ def test_what_deepnmt_cannot_compute(changes: dict[str, Any], said: str, vocab: 
     if changes.pop("learned", False):
         weights = load_file(folder / "model.safetensors")
         weights["transformer.wpe.weight"] += 0.01
+        save_file(weights, folder / "model.safetensors")
+    if changes.pop("infinite", False):
+        weights = load_file(folder / "model.safetensors")
+        weights["transformer.ln_f.bias"][3] = float("inf")
         save_file(weights, folder / "model.safetensors")
     if changes.pop("cut", False):
         truncate(folder / "model.safetensors")

@@ -436,12 +436,22 @@ def test_a_wav_from_a_pipe(riff: int, size: int, subtype: str, tmp_path: Path) -
         read_wave(utterance, RATE)
 
 
+def test_a_file_that_the_disk_does_not_give() -> None:
+    with user_error(r"^list.tsv, line 3: the audio cannot be read \(Input/output error\); give it again"):
+        read_wave(Utterance("list.tsv, line 3", Path("/proc/self/mem"), "do"), RATE)
+
+
 def test_a_truncated_flac(tmp_path: Path, refused: Refused) -> None:
     soundfile = pytest.importorskip("soundfile", reason="pip install 'deepnmt[speech]'")
     file = faulty(tmp_path, "cut.flac\tdo")
     soundfile.write(tmp_path / "whole.flac", wave_of(2, 0.7), RATE)
     (tmp_path / "cut.flac").write_bytes((tmp_path / "whole.flac").read_bytes()[:12_000])
     assert re.search(r"line 2 \(cut.flac\): the audio .*truncated", refused("prepare", file, "vocab.size=12"))
+    piped = bytearray((tmp_path / "whole.flac").read_bytes())
+    piped[21] &= 0xF0  # 36 bits: how many samples there are; 0: unknown
+    piped[22:26] = bytes(4)
+    (tmp_path / "cut.flac").write_bytes(piped)
+    assert "line 2 (cut.flac): the header does not say how long" in refused("prepare", file, "vocab.size=12")
     (tmp_path / "cut.flac").write_text("no audio", encoding="utf-8")
     assert "line 2 (cut.flac): the audio cannot be read" in refused("prepare", file, "vocab.size=12")
     file = faulty(tmp_path, "nan.wav\tdo")
