@@ -38,6 +38,7 @@ def losses(model: Transformer) -> list[Any]:
     return [*found, sum(float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpu", *(["cpu"] if LONG else [])])
 def test_two_graphs_for_all_layers_of_a_stack_and_all_shapes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for all shapes but those of 8 source tokens, or a multiple, whose mask is laid out otherwise; on a CPU it is

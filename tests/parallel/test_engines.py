@@ -146,6 +146,7 @@ def test_layout_equals_local_engine(
     agree(tmp_path, control, trials, of_gradients, of_losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4] if LONG else [2])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"] if LONG else ["fp16"])
 def test_16_bits_of_all_stages_are_those_of_zero1(precision: str, world: int, tmp_path: Path, warm: Warm) -> None:
