@@ -234,6 +234,7 @@ def _settings(kind: str, config: dict[str, Any], folder: Path, weights: dict[str
         width = config["n_embd"]
         return {"width": width, "heads": config["n_head"], "ffn": config.get("n_inner") or 4 * width, "tied": "none",
                 "activation": _PLAIN[activation], "max_length": config["n_positions"], "encoder": None,
+                "dropout": config.get("resid_pdrop", 0.1), "attention_dropout": config.get("attn_pdrop", 0.1),
                 "positions": _positions(weights["transformer.wpe.weight"], folder),
                 "decoder": {"block": "pre_ln", "layers": config["n_layer"]}}
     require("rms_norm_eps", config.get("rms_norm_eps", 1e-6), (_EPS,))
@@ -247,6 +248,7 @@ def _settings(kind: str, config: dict[str, Any], folder: Path, weights: dict[str
     require("head_dim", config.get("head_dim") or width // heads, (width // heads,))
     return {"width": width, "heads": heads, "ffn": config["intermediate_size"], "tied": "none", "activation": "swiglu",
             "norm": "rms_norm", "positions": "rotary", "max_length": config["max_position_embeddings"],
+            "dropout": 0.0, "attention_dropout": config.get("attention_dropout", 0.0),
             "encoder": None, "decoder": {"block": "pre_ln", "layers": config["num_hidden_layers"]}}
 
 

@@ -15,6 +15,7 @@ from small_disk import small_disk
 from small_text import recipe, write_texts
 
 from deepnmt.cli import main
+from deepnmt.config import load_recipe
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.model.init import new_model
@@ -67,6 +68,8 @@ def test_there_and_back(kind: str, vocab: Vocabulary, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs(input_ids=ids).logits.log_softmax(-1), expected, rtol=1e-5, atol=1e-5)
     assert main("import", [str(folder), str(run)]) == 0
     torch.testing.assert_close(logs(load(run, torch.device("cpu")), ids), expected, rtol=1e-5, atol=1e-5)
+    old, new = loaded.recipe.model, load_recipe(run).model
+    assert (new.dropout, new.attention_dropout) == (0.0 if kind == "llama" else old.dropout, old.attention_dropout)
     assert main("sample", [str(run), "--prompt", "the dog", "--tokens", "3"]) == 0
     with pytest.raises(UserError, match="exists already"):
         export_model(loaded, folder)
