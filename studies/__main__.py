@@ -372,7 +372,8 @@ def long_runs(words: list[str]) -> None:
     add_options(parser, ("--runs", "FILE", Path, None, "the file of runs (default: studies/PLAN_runs.jsonl)"),
                 ("--output", "FOLDER", Path, None, "folder of the run folders (default: runs/PLAN)"),
                 ("--plot", "FILE", Path, None, "a PNG of validation perplexities, with --report"),
-                ("--arms", "ARM", str, [], "--report these alone, each compared with the first of them"), SECONDS)
+                ("--arms", "ARM[=LABEL]", str, [], "--report these alone, each compared with the first of them"),
+                SECONDS)
     parser.add_argument("--report", action="store_true", help="print the table of the runs there are; train none")
     args = parser.parse_args(words)
     from studies.long_runs import read_plan, report, run_plan

@@ -89,8 +89,8 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
         arm, own = record["arm"], plan.arms.get(record["arm"])
         if own is not None and (not {*own} <= {*record["settings"]} or
                                 record.get("recipe", str(plan.recipe)) != str(plan.recipe)):
-            raise UserError(f"{records} has a run of {arm} with other settings than the plan's; give another file with "
-                            "--runs")
+            raise UserError(f"{records} has a run of {arm} with another recipe or other settings than the plan's; give "
+                            "another file with --runs")
         done.add((arm, record["seed"]))
     started = time.monotonic()
     missing = [run for run in plan.runs() if run not in done]
@@ -183,13 +183,14 @@ def report(file: Path, picture: Path | None, only: Sequence[str] = ()) -> str:
     """The table of the arms in Markdown, each compared with the first, and one of their layers where those were
     measured.
 
-    A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, of the
-    permutation test of `scores.difference_of_runs`.
+    A score is the mean over seeds, ± their standard deviation if there are several. A difference has its p, see
+    `scores.difference_of_runs`.
 
     Args:
         file: the records.
         picture: a PNG to write, with the validation perplexity of each arm's first seed.
-        only: the arms to report, in this order; none: all, in the order in which they came to an end.
+        only: the arms to report, in this order, as ARM or ARM=LABEL, which stands in its place; none: all, in the order
+            in which they came to an end.
 
     Raises:
         UserError: there is no record, or none of an arm.
@@ -199,10 +200,13 @@ def report(file: Path, picture: Path | None, only: Sequence[str] = ()) -> str:
     arms: dict[str, list[Record]] = {}
     for _, record in read_numbered_log(file):
         arms.setdefault(record["arm"], []).append(record)
-    for name in only:
+    labels = {}
+    for word in only or arms:
+        name, _, label = word.partition("=")
         if name not in arms:
             raise UserError(f"--arms has {name}, but {file} has {', '.join(arms)}")
-    arms = {name: arms[name] for name in only or arms}
+        labels[label or name] = arms[name]
+    arms = labels
     beside = next(iter(arms))
     tests = list(arms[beside][0]["tests"])
     rows = [["arm", "seeds", *(f"{test}: BLEU, chrF" for test in tests), "perplexity", "CPU hours", "commit",

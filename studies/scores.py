@@ -65,7 +65,7 @@ def difference_of_runs(
     With one run of each, p speaks of these two runs: the sentences alone are chance. With several, the variance of the
     trials and that of the runs' scores are added, and p is that of Welch's t-test with this sum, and his degrees of
     freedom. Where one of the systems has a single run, it is taken to scatter as the other's do: of equal systems 6 to
-    8 % then have p below 0.05 with three runs of the other, and 6 to 12 % with two (trials of `tests/studies`).
+    8 % then have p below 0.05 with three runs of the other, and 6 to 12 % with two.
 
     Args:
         ours, others: the statistics of each run, [N, S].

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,8 +142,8 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
     """Writes the average of checkpoints as a checkpoint without moments; one already at `target` is replaced.
 
     Recipe, vocabularies and position are those of the checkpoint with the most updates. `extra` of the state lists the
-    averaged checkpoints, their updates, the updates of all checkpoints the run had then, and a hash of the weights
-    of the newest one averaged, if it is this run's.
+    averaged checkpoints, their updates, the updates of all checkpoints the run had then, and hashes of their
+    weights.
 
     Raises:
         UserError: a checkpoint is damaged; they hold different models (the message names the first tensor, vocabulary
@@ -170,8 +169,7 @@ def save_average(checkpoints: Sequence[Path], target: Path, model: Model | None 
     last, newest = max(zip(states, checkpoints), key=lambda pair: pair[0].update)
     beside = list_checkpoints(target.parent / "checkpoints")
     averaged = {"averaged": list(map(str, checkpoints)), "averaged_updates": [state.update for state in states],
-                "updates_beside": list(map(update_of, beside)),
-                "newest_weights": _weights_hash(newest) if newest in beside else ""}
+                "updates_beside": list(map(update_of, beside)), "weights_beside": list(map(_weights_hash, beside))}
     state = replace(last, loss_scale=None, best={}, extra=averaged)
     recipe = (newest / RECIPE).read_text(encoding="utf-8")
     write_checkpoint(target, Contents(weights, None, state, recipe, read_task_files(newest)))
@@ -206,8 +204,11 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _weights_hash(checkpoint: Path) -> str:
-    """A hash of a checkpoint's weights. Raises `DamagedFolder`."""
-    files = read_manifest(checkpoint)["files"]
+    """A hash of a checkpoint's weights; "" if it is damaged."""
+    try:
+        files = read_manifest(checkpoint)["files"]
+    except DamagedFolder:
+        return ""
     return hash_of({name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")})
 
 
@@ -232,10 +233,7 @@ def warn_if_outdated(folder: Path) -> None:
         known, fault = extra["averaged_updates"], f"does not hold the newest checkpoint, {newest}"
     else:
         return
-    for path in beside:  # where the run was begun anew, its checkpoints have other weights
-        if extra.get("newest_weights") and update_of(path) == max(extra["averaged_updates"]):
-            with suppress(DamagedFolder):
-                if _weights_hash(path) != extra["newest_weights"]:
-                    known, fault = [], f"was averaged before {path} was saved"
-    if update_of(newest) not in known:
+    # where the run was begun anew, a checkpoint of the same update has other weights
+    begun_anew = _weights_hash(newest) not in extra.get("weights_beside", [_weights_hash(newest)])
+    if update_of(newest) not in known or begun_anew:
         log.warning("%s %s; average again to include it, or choose it with --checkpoint", folder, fault)

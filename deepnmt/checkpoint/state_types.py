@@ -32,7 +32,7 @@ class _Extra(_Types):
     averaged: list[str] = []
     averaged_updates: list[_Natural] = []
     updates_beside: list[_Natural] = []
-    newest_weights: str = ""
+    weights_beside: list[str] = []
     stages: list[Annotated[list[_Natural], Field(min_length=2, max_length=2)]] = []
     warned: bool = False
 

@@ -215,18 +215,18 @@ def test_an_outdated_average_causes_a_warning(
 def test_an_average_of_a_run_that_was_begun_anew_causes_a_warning(
     recipe: config.Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its checkpoints have the same names, and other weights."""
+    """Its checkpoints have the same names, and other weights, of however many updates."""
     folder = average_run(recipe, last=2)
-    path = _checkpoints(recipe) / "update-00000040"
-    shutil.copytree(path, path.with_name("kept"))
-    shutil.rmtree(path)
-    tiny_run.write(recipe, 40, seed=9)
+    checkpoints = _checkpoints(recipe)
+    checkpoints.rename(checkpoints.with_name("kept"))
+    for count, update in enumerate((10, 30, 40), 1):
+        path = tiny_run.write(recipe, update, seed=9)
+        warn_if_outdated(folder)
+        assert len(caplog.messages) == count and f"was averaged before {path} was saved" in caplog.messages[-1]
+    shutil.rmtree(checkpoints)
+    checkpoints.with_name("kept").rename(checkpoints)
     warn_if_outdated(folder)
-    assert [f"was averaged before {path} was saved" in message for message in caplog.messages] == [True]
-    shutil.rmtree(path)
-    path.with_name("kept").rename(path)
-    warn_if_outdated(folder)
-    assert len(caplog.messages) == 1
+    assert len(caplog.messages) == 3
 
 
 def test_an_average_in_another_run_is_compared_with_that_runs_checkpoints(

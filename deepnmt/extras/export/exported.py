@@ -28,14 +28,18 @@ def require_replaceable(folder: Path) -> None:
         return
     if not (folder / FACTS).is_file():
         raise UserError(f"{folder} exists and is no exported model; give another folder with --output")
-    files = folders.read_json(folder, FACTS, KIND).get("files", {})  # there are none in those of before 0.3.0
+    try:
+        files = folders.read_manifest(folder, KIND)["files"]
+    except DamagedFolder:  # a model of before 0.3.0, or a broken one, which are to be exported again
+        return
     for path in sorted(folder.iterdir()):
-        if files and path.name not in (FACTS, *files):
+        if path.name not in (FACTS, *files):
             raise UserError(f"{path} would be deleted, which deepnmt export did not write; move it, or give another "
                             "folder with --output")
-        if path.name == CARD in files and hashlib.sha256(path.read_bytes()).hexdigest() != files[CARD]["sha256"]:
-            raise UserError(f"{path} would be written anew, but somebody has changed it; move it, or give another "
-                            "folder with --output")
+    card = folder / CARD
+    if card.is_file() and hashlib.sha256(card.read_bytes()).hexdigest() != files.get(CARD, {}).get("sha256"):
+        raise UserError(f"{card} would be written anew, but somebody has changed it; move it, or give another folder "
+                        "with --output")
 
 
 def read_exported(folder: Path) -> dict[str, Any]:

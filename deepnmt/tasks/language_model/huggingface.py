@@ -192,15 +192,12 @@ def import_model(folder: Path, run: Path) -> str:
     try:
         weights = {name: weight.float() for name, weight in load_file(file).items()}
         settings = _settings(kind, config, folder, weights)
-        ours = _ours(kind, weights, settings["decoder"]["layers"])
+        ours = _ours(kind, weights, settings["decoder"]["layers"], folder)
     except (KeyError, TypeError, ValueError, AttributeError, OSError, SafetensorError) as error:
         raise UserError(f"{folder} does not hold a whole {kind} model ({error}); give the whole folder") from None
     for name, weight in ours.items():
         if not bool(weight.isfinite().all()):
             raise UserError(f"{folder} has weights that are no numbers, in {name}; give a model that has not diverged")
-    begin = config.get("bos_token_id")
-    if begin in range(vocab.size):  # a text begins with it there, and with eos here
-        ours["embeddings.trg.weight"][EOS] = ours["embeddings.trg.weight"][begin]
     recipe = check_recipe({
         "run": str(run), "task": "language_model", "model": settings,
         "vocab": {"model": str(run), "kind": vocab.kind},
@@ -211,6 +208,9 @@ def import_model(folder: Path, run: Path) -> str:
     difference = shapes_differ(recipe.model, vocab.size, vocab.size, shapes_of(ours))
     if difference:
         raise UserError(f"{folder} does not hold the model that it describes: {difference}; give the whole folder")
+    begin = config.get("bos_token_id")
+    if begin in range(vocab.size):  # a text begins with it there, and with eos here
+        ours["embeddings.trg.weight"][EOS] = ours["embeddings.trg.weight"][begin]
     state = TrainingState(0, 0, 0, 0, None, {}, {"imported": str(folder)})
     write_checkpoint(run / "averaged", Contents(ours, None, state, dump_recipe(recipe), vocab.files))
     with reporting(str(run / "recipe.yaml"), f"free disk space, remove {run}, and import again"):
@@ -261,15 +261,16 @@ def _positions(theirs: Tensor, folder: Path) -> str:
                     "cannot be imported; give one with sinusoids, or of Llama's shape")
 
 
-def _ours(kind: str, theirs: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
-    """The weights under deepnmt's names; a bias that is missing is 0. Raises ValueError for weights that have no place
-    there."""
+def _ours(kind: str, theirs: dict[str, Tensor], layers: int, folder: Path) -> dict[str, Tensor]:
+    """The weights under deepnmt's names; a bias that is missing is 0. Raises `UserError` for weights without a place.
+    """
     known = {NAMES[kind].table, "lm_head.weight", "transformer.wpe.weight"}
     known |= {f"{name}.{suffix}" for _, names in _names_of_parts(kind, layers) for name in names
               for suffix in ("weight", "bias")}
     for name in sorted(theirs.keys() - known):
         if not name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")):  # constants
-            raise ValueError(f"its weight {name} has no place in such a model of {layers} layers")
+            raise UserError(f"{folder} has the weight {name}, which its config.json does not describe; give the "
+                            "config.json of these weights")
     table = theirs[NAMES[kind].table]
     ours = {"embeddings.trg.weight": table / math.sqrt(table.size(1)),
             "embeddings.out.weight": theirs.get("lm_head.weight", table).clone()}

@@ -121,7 +121,7 @@ def test_an_export_of_deepnmts_own_has_the_same_logits(
         weights = load_file(folder / "model.safetensors")
         weights["model.encoder.embed_positions.weight"][3, 5] += 0.1
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
-        assert "a table of positions that are no sinusoids" in refused("import", folder, tmp_path / "other")
+        assert "the model's position vectors are no sinusoids" in refused("import", folder, tmp_path / "other")
 
 
 @pytest.mark.parametrize("pre", [False, True])
