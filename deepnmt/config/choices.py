@@ -218,7 +218,7 @@ BLOCKS = Choices({
         line="x ← x + F_i(LN_i(x)/√l), l from 1", paper="Sun et al. 2025", exported_as="pre_ln",
         family=_PRE,
         claim="perplexity 14.45 (Pre-LN 14.67) at 130M, 9.93 (10.32) at 1.3B; behind Peri-LN beyond 72 layers",
-        seen="memory × 1.00, time × 1.0; 24.8 BLEU at 6L-6L, 24.4 at 18L-18L, 23.8 at "
+        seen="memory × 1.00, time × 1.0; 24.8 BLEU at 6L-6L, 24.4 at 18L-18L, 24.0 at "
              "36L-36L (Pre-LN 23.7, 20.5, 17.4)",
         take="Pre-LN to 48 layers: it exports like that"),
     "keel": BlockFacts(
