@@ -30,12 +30,13 @@ from deepnmt.checkpoint.checkpoint import (
     update_of,
     verify_files,
     weights_in,
+    weights_of,
     write_checkpoint,
 )
 from deepnmt.checkpoint.retention import last_consecutive
 from deepnmt.config import Fact, Model, Recipe, changed_settings, load_recipe
 from deepnmt.errors import UserError
-from deepnmt.folders import DamagedFolder, hash_of, original_name, read_manifest
+from deepnmt.folders import DamagedFolder, hash_of, original_name
 
 log = logging.getLogger(__name__)
 
@@ -206,10 +207,9 @@ def average_weights(checkpoints: Sequence[Path]) -> dict[str, Tensor]:
 def _weights_hash(checkpoint: Path) -> str:
     """A hash of a checkpoint's weights; "" if it is damaged."""
     try:
-        files = read_manifest(checkpoint)["files"]
+        return hash_of(weights_of(checkpoint))
     except DamagedFolder:
         return ""
-    return hash_of({name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")})
 
 
 def _models_differ(ours: Path, theirs: Path, difference: str) -> UserError:

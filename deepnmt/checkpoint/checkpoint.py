@@ -330,6 +330,12 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     return dict(weights_in(folder))
 
 
+def weights_of(checkpoint: Path) -> dict[str, str]:
+    """The hashes of a checkpoint's files of weights, by which its model is known elsewhere. Raises `DamagedFolder`."""
+    files = folders.read_manifest(checkpoint)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
+
+
 def weights_in(folder: Path) -> Tensors:
     """The weights of a verified checkpoint, read when asked for. Raises `DamagedFolder`."""
     return Tensors(folder, "weights")

@@ -29,12 +29,19 @@ from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import check_ramp, find_checkpoint, first_difference, load_state, shapes_by_name
+from deepnmt.checkpoint.checkpoint import (
+    check_ramp,
+    find_checkpoint,
+    first_difference,
+    load_state,
+    shapes_by_name,
+    weights_of,
+)
 from deepnmt.config import Recipe, check_recipe, dump_recipe
 from deepnmt.config.encoders import EncoderModel, EncoderRecipe
 from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
-from deepnmt.extras.export.exported import KIND, require_replaceable, weights_of
+from deepnmt.extras.export.exported import KIND, require_replaceable
 from deepnmt.extras.export.imports import (
     SPECIAL,
     joined,

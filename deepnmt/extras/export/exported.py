@@ -64,12 +64,6 @@ def read_exported(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def weights_of(checkpoint: Path) -> dict[str, Any]:
-    """The hashes of a checkpoint's weights, by which an exported folder knows its model."""
-    files = folders.read_manifest(checkpoint)["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("weights")}
-
-
 def require_finite(weights: Mapping[str, Tensor], folder: Path) -> None:
     """Raises `UserError` where a weight that comes from elsewhere is NaN or infinite."""
     bad = next((name for name, tensor in weights.items() if not bool(tensor.isfinite().all())), None)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from deepnmt import folders
 from deepnmt.checkpoint.average import warn_if_outdated
-from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_model
+from deepnmt.checkpoint.checkpoint import LoadedModel, find_checkpoint, load_model, weights_of
 from deepnmt.config import Corpus, Recipe, dump_recipe
 from deepnmt.data.prepared import PreparedData, on_this_machine
 from deepnmt.data.text import Pair, read_pairs
 from deepnmt.errors import UserError
 from deepnmt.extras.export.card import model_card
-from deepnmt.extras.export.exported import CARD, KIND, require_replaceable, weights_of
+from deepnmt.extras.export.exported import CARD, KIND, require_replaceable
 from deepnmt.extras.export.proof import Engine, Native, Proof, compare
 from deepnmt.extras.export.targets import EXPORTERS
 from deepnmt.progress import print_status

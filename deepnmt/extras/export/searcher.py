@@ -12,13 +12,13 @@ from pathlib import Path
 import ctranslate2
 import torch
 
-from deepnmt.checkpoint.checkpoint import LoadedModel
+from deepnmt.checkpoint.checkpoint import LoadedModel, weights_of
 from deepnmt.config import Translate
 from deepnmt.data.vocab import Vocabulary
 from deepnmt.decode.next_tokens import LengthPenalty
 from deepnmt.decode.search import Candidate
 from deepnmt.errors import UserError
-from deepnmt.extras.export.exported import FACTS, read_exported, weights_of
+from deepnmt.extras.export.exported import FACTS, read_exported
 from deepnmt.folders import locate
 from deepnmt.tokens import BOS, EOS
 

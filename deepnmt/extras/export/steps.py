@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepnmt.checkpoint.checkpoint import find_checkpoint
+from deepnmt.checkpoint.checkpoint import find_checkpoint, weights_of
 from deepnmt.config import Recipe
-from deepnmt.extras.export.exported import read_exported, weights_of
+from deepnmt.extras.export.exported import read_exported
 
 
 def before_search(recipe: Recipe) -> list[list[str]]:
