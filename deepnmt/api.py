@@ -318,7 +318,7 @@ def load(
         warn_if_outdated(loaded.folder)
     recipe = loaded.recipe
     if not (folder / MANIFEST).is_file():  # a run, whose recipe may have been changed since, and which may have moved
-        recipe = load_recipe(folder, [_override("run", str(folder))])
+        recipe = load_recipe(folder)
     if place is None:
         place = torch.device("cuda" if count_gpus(recipe.parallel.device) else "cpu")
     model = loaded.model.to(place)
@@ -418,7 +418,7 @@ def average(
             _require_number(update, f"updates[{number}]", 1)
     if output is not None:
         output = _path(output, "output")
-    recipe = load_recipe(folder, [_override("run", str(folder))])
+    recipe = load_recipe(folder)
     averaged = average_run(recipe, last=last, best=best, updates=updates, output=output)
     return load(folder, averaged, device)
 

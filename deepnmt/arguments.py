@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -127,7 +126,7 @@ def recipe_parser(command: str, text: str, examples: str, program: str = "deepnm
 
 
 def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.Namespace, Recipe]:
-    """Options may stand between overrides. A run's folder is the run, wherever it was moved since it was trained."""
+    """Options may stand between overrides."""
     args = parser.parse_intermixed_args(words)
     default = parser.get_default("recipe")
     if default and "=" in args.recipe:  # the recipe was left out, a setting was not
@@ -143,10 +142,7 @@ def parse(parser: argparse.ArgumentParser, words: list[str]) -> tuple[argparse.N
     if (folder / "state.json").is_file():
         raise UserError(f"{folder} is a checkpoint, not a recipe or a run; give the folder of the run, and name the "
                         "checkpoint with --checkpoint where the command has that option")
-    overrides = list(args.overrides)
-    if folder.is_dir():
-        overrides.insert(0, f"run={json.dumps(str(folder))}")
-    return args, load_recipe(args.recipe, overrides)
+    return args, load_recipe(args.recipe, args.overrides)
 
 
 def expected_model(args: argparse.Namespace, recipe: Recipe, checkpoint: object) -> Model | None:

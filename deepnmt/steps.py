@@ -69,7 +69,7 @@ def run_steps(
             for corpus in corpora_of(text).values():
                 by = corpus.translated_by
                 if by:
-                    wanted.append((corpus, load_recipe(by, [*_place(by), *_search(corpus), *_metrics(recipe)])))
+                    wanted.append((corpus, load_recipe(by, [*_search(corpus), *_metrics(recipe)])))
     jobs: list[_Job] = []
     for corpus, maker in wanted:  # all faults come first
         jobs += _missing(recipe, corpus, maker)
@@ -114,11 +114,6 @@ def _before_search(recipe: Recipe) -> list[list[str]]:
     """The commands that the search of a recipe's model needs before, by the visitor that has them."""
     before: Callable[[Recipe], list[list[str]]] | None = find("steps", "before_search")
     return before(recipe) if before else []
-
-
-def _place(by: str) -> list[str]:
-    """A run's folder is the run, wherever it was moved since it was trained."""
-    return [f"run={json.dumps(by)}"] if Path(by).is_dir() else []
 
 
 def _search(corpus: Corpus) -> list[str]:

@@ -35,7 +35,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Reads and checks a recipe.
 
     Args:
-        path: a YAML file, a run folder with its `recipe.yaml`, or the name of a recipe that comes with deepnmt.
+        path: a YAML file, a run folder with its `recipe.yaml`, or the name of a recipe that comes with deepnmt. A
+            run's folder is the run, wherever it was moved since it was trained.
         overrides: `dotted.key=value` strings; values are read as YAML.
 
     Raises:
@@ -48,6 +49,8 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             raise UserError(f"{file} holds no recipe.yaml; give a recipe, or the folder of a run that was started")
         file = file / "recipe.yaml"
     tree = read_tree(file)
+    if of_a_run:
+        tree["run"] = str(file.parent)
     metrics: dict[str, Any] = {}  # what the overrides say of them
     for assignment in overrides or []:
         override(tree, assignment)

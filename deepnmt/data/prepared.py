@@ -405,7 +405,9 @@ def tags_of(recipe: Recipe) -> list[str]:
 
 
 def all_tags(recipe: Recipe) -> set[str]:
-    """Every tag that the recipe names; sources may begin with them."""
+    """Every tag that the recipe names; sources may begin with them. Texts of other tasks have none."""
+    if not isinstance(recipe.data, Data):
+        return set()
     parts = [corpus for text in corpora(recipe).values() for corpus in corpora_of(text).values()]
     return {*recipe.vocab.tags, *(corpus.tag for corpus in parts if corpus.tag)}
 

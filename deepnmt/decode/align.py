@@ -10,12 +10,13 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from deepnmt.data.vocab import Vocabulary
+from deepnmt.data.vocab import SPACE, Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.model.attention_weights import AttentionHook, layer_index
 from deepnmt.model.hooks import hooks
 from deepnmt.model.sublayers import CrossAttention
 from deepnmt.model.transformer import Transformer
+from deepnmt.tokens import UNK
 
 Links = list[tuple[int, int]]  # of a word of the source and one of the translation, counted from 0
 
@@ -62,30 +63,41 @@ def align(
     alignments = []
     for row, source, length, target in zip(weights[0], src.tolist(), lengths.tolist(), targets, strict=True):
         src_words = words_of(source[: length - 1], vocabs[0])
-        trg_words = words_of(target, vocabs[1], count_tags=False)
+        trg_words = words_of(target, vocabs[1], written=True)
         links = set()
         if length > 1 and target:
             best = row[: len(target), : length - 1].argmax(1).tolist()
             for piece, word in zip(best, trg_words, strict=True):
-                if word >= 0:
+                if word >= 0 and src_words[piece] >= 0:
                     links.add((src_words[piece], word))
         alignments.append(sorted(links))
     return alignments
 
 
-def words_of(ids: Sequence[int], vocab: Vocabulary, count_tags: bool = True) -> list[int]:
-    """For each piece the number of its word, from 0; words are what spaces separate. Tags are words or, where they are
-    not counted, have the number -1, as in a text that is written without them."""
-    numbers, word = [], -1
+def words_of(ids: Sequence[int], vocab: Vocabulary, written: bool = False) -> list[int]:
+    """For each piece the number of its word, from 0; words are what spaces separate, and a piece that is only a space
+    is of the next one.
+
+    Args:
+        written: as `ids` are written, where unk is a word, ⁇, and tags, which are not written, have the number -1.
+            Else tags are words, and unk is a part of one.
+    """
+    numbers, word, begins = [], -1, True
     tags = set(vocab.tags.values())
-    for token in ids:
-        if token in tags and not count_tags:
+    for token, name in zip(ids, vocab.to_pieces(ids), strict=True):
+        if written and token in tags:
             numbers.append(-1)
             continue
-        if word < 0 or vocab.begins_word[token]:
+        alone = written and token == UNK
+        begins = begins or alone or vocab.begins_word[token]
+        if name == SPACE:
+            numbers.append(word + 1)
+            continue
+        if begins:
             word += 1
         numbers.append(word)
-    return numbers
+        begins = alone
+    return [min(number, word) for number in numbers]
 
 
 def pharaoh(links: Links) -> str:

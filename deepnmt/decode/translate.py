@@ -79,9 +79,10 @@ class Judge(Protocol):
     """A program that scores translations, see `translate.choose`, with its command."""
 
     command: str
+    lower_is_better: bool
 
     def __call__(self, sources: Sequence[str], hypotheses: Sequence[str], references: Sequence[str]) -> list[float]:
-        """A number for each translation, higher is better. Raises `UserError`."""
+        """A number for each translation. Raises `UserError`."""
 
 
 def judge_of(recipe: config.Recipe) -> Judge | None:
@@ -143,7 +144,7 @@ def translate_files(
         others = either(FORMATS.where(lambda row: row.many))
         raise UserError(f"translate.nbest is {settings.nbest}, but the format {output_format} holds one translation a "
                         f"line; choose the format {others}, or set translate.nbest=1")
-    if references and settings.choose in ("score", "mbr"):
+    if references and (settings.choose in ("score", "mbr") or (judge and "{ref}" not in judge.command)):
         raise UserError(f"references ({references}) have no effect because translate.choose is {settings.choose}; set "
                         "translate.choose to chrf, and translate.candidates, or leave them out")
     beside = [name for name in (prefixes, references) if name]
@@ -169,7 +170,7 @@ def translate_files(
         chunks = in_chunks(in_step(source, *beside))
     facts = {**_facts(models, settings), "seed": seed, "--format": output_format, "--alignments": bool(alignments),
              "--prefix": bool(prefixes), "--references": bool(references),
-             "the metric that chooses": judge.command if judge else None}
+             "the metric that chooses": _criterion(judge) if judge else None}
     write = WRITERS[output_format].hypotheses
     passed = skipped = 0
     with counted("{:,} lines translated", ranks) as progress, \
@@ -490,9 +491,16 @@ def require_choosable(settings: config.Translate, references: Sequence[str] | No
     if settings.choose == "chrf" and references is None:
         raise UserError("translate.choose is chrf, against translations that are there already; name their file with "
                         "--references, which translate alone has, or set translate.choose to mbr or score")
+    if judge and "{ref}" in judge.command and references is None:
+        raise UserError(f"translate.choose is {settings.choose}, whose command reads references, {{ref}}; name their "
+                        "file with --references, which translate alone has, or choose by a metric without them")
     if settings.choose not in ("score", "mbr", "chrf") and judge is None:
         raise UserError(f"translate.choose is {settings.choose}, which only the commands translate and evaluate ask; "
                         "set translate.choose=score translate.candidates=1")
+
+
+def _criterion(judge: Judge) -> str:
+    return f"{judge.command}, the lowest" if judge.lower_is_better else judge.command
 
 
 def _best(hypotheses: Sequence[Hypothesis], values: Sequence[float], count: int) -> list[int]:
@@ -509,7 +517,7 @@ def _judged(
 ) -> list[list[Hypothesis]]:
     """The best `count` hypotheses of each line by a program, which is started once."""
     sources, translations, known = [], [], []
-    for text, reference, hypotheses in zip(texts, references or texts, results, strict=True):
+    for text, reference, hypotheses in zip(texts, references or [""] * len(texts), results, strict=True):
         for hypothesis in hypotheses:
             sources.append(text)
             translations.append(hypothesis.text)
@@ -518,7 +526,7 @@ def _judged(
     chosen, start = [], 0
     for hypotheses in results:
         own = values[start : start + len(hypotheses)]
-        best = _best(hypotheses, own, count)
+        best = _best(hypotheses, [-value for value in own] if judge.lower_is_better else own, count)
         chosen.append([replace(hypotheses[k], score=own[k]) for k in best])
         start += len(hypotheses)
     return chosen

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from deepnmt.data.prepared import all_tags
 from deepnmt.data.text import named_files, read_lines, read_pairs
 from deepnmt.data.vocab import without_tags
 from deepnmt.decode.models import Folders, load_models
-from deepnmt.decode.translate import judge_of, translate_shards
+from deepnmt.decode.translate import judge_of, one_line, translate_shards
 from deepnmt.device import choose
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import (
@@ -128,20 +128,19 @@ def evaluate_run(
     line = f"scoring: {{:,}} of {steps:,} texts and metrics"
     with show_progress(line, total=steps, desc="scoring", leave=False) as progress:
         report = score_systems(systems, sets, recipe.data.trg_lang, own, progress)
-    if own:  # else there are none yet, and earlier ones would be lost if a program fails
+    commands = ""
+    if own:
         _write_scores(file, report, facts, output is not None)
-    commands = None
-    if is_plain:
-        with reporting(str(texts_folder(file)), "give another file"):
-            tags = all_tags(recipe) if recipe.task == "translation" else set()
-            commands = _keep_texts(texts_folder(file), systems, sets, tags)
+        commands = _keep_texts(file, recipe, systems, sets)
     lower = [name for name in outer if recipe.metrics[name].lower_is_better]
     report = replace(report, lower=frozenset(lower))
     for metric in outer:  # one after the other, so that a fault in a program costs none of the other scores
         report |= score_systems(systems, sets, recipe.data.trg_lang, [metric], outside=outside)
         _write_scores(file, report, facts, output is not None)
+        if not own and metric == outer[0]:  # not before, or earlier scores would stand beside other texts
+            commands = _keep_texts(file, recipe, systems, sets)
     print_status(f"scores are in {file}")
-    if commands is not None:
+    if commands:
         print_status(f"texts are in {texts_folder(file)}; for COMET:\n{commands}")
     return report.table()
 
@@ -241,28 +240,32 @@ def text_name(name: str) -> str:
 
 
 def _keep_texts(
-    folder: Path, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet], tags: Set[str]
+    file: Path, recipe: Recipe, systems: Mapping[str, list[list[str]]], sets: Sequence[EvaluationSet]
 ) -> str:
-    """Writes the texts of all test sets into a folder, sources without `tags`; returns the commands that score them
-    with COMET."""
-    folder.mkdir(exist_ok=True)
+    """Writes the texts of all test sets beside their scores, sources without tags; returns the commands that score them
+    with COMET. Beside a device there are none."""
+    if not file.is_file():
+        return ""
+    folder, tags = texts_folder(file), all_tags(recipe)
     commands = []
-    for number, test in enumerate(sets):
-        stem = folder / text_name(test.name)
-        first, *further = test.references
-        texts = {"src": [without_tags(source, tags) for source in test.sources], "ref": first}
-        for count, lines in enumerate(further, start=2):
-            texts[f"ref{count}"] = lines
-        hypotheses = []
-        for system, translations in systems.items():
-            ending = f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp"
-            texts[ending] = translations[number]
-            hypotheses.append(f"{stem}.{ending}")
-        for old in folder.glob(f"{stem.name}.ref[0-9]"):  # of an earlier text with more references
-            old.unlink()
-        for ending, lines in texts.items():
-            write_text(Path(f"{stem}.{ending}"), "".join(f"{line}\n" for line in lines))
-        commands.append(shlex.join(["comet-score", "-s", f"{stem}.src", "-t", *hypotheses, "-r", f"{stem}.ref"]))
+    with reporting(str(folder), "give another file"):
+        folder.mkdir(exist_ok=True)
+        for number, test in enumerate(sets):
+            stem = folder / text_name(test.name)
+            first, *further = test.references
+            texts = {"src": [without_tags(source, tags) for source in test.sources], "ref": first}
+            for count, lines in enumerate(further, start=2):
+                texts[f"ref{count}"] = lines
+            hypotheses = []
+            for system, translations in systems.items():
+                ending = f"{text_name(system)}.hyp" if len(systems) > 1 else "hyp"
+                texts[ending] = translations[number]
+                hypotheses.append(f"{stem}.{ending}")
+            for old in folder.glob(f"{stem.name}.ref[0-9]"):  # of an earlier text with more references
+                old.unlink()
+            for ending, lines in texts.items():
+                write_text(Path(f"{stem}.{ending}"), "".join(f"{one_line(line)}\n" for line in lines))
+            commands.append(shlex.join(["comet-score", "-s", f"{stem}.src", "-t", *hypotheses, "-r", f"{stem}.ref"]))
     return "\n".join(commands)
 
 

@@ -12,6 +12,7 @@ import torch
 from refusals import user_error
 from tiny_engines import batches, build, parallel, recipe_with
 
+from deepnmt import api
 from deepnmt.model import dropout, overrides, sublayers
 from deepnmt.parallel.ds_config import layout_of
 from deepnmt.processes.ranks import Ranks
@@ -60,6 +61,15 @@ def test_a_recipe_that_lists_operations_trains_with_them(calls: list[str]) -> No
         assert set(calls) == ({"dropout", "self_attention"} if names else set())
         calls.clear()
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_training_in_python_puts_the_plain_ones_back(calls: list[str]) -> None:
+    plain = sublayers.self_attention
+    with pytest.raises(KeyboardInterrupt), api._process_restored():
+        overrides.use(["counting"], CPU)
+        assert sublayers.self_attention is not plain
+        raise KeyboardInterrupt
+    assert sublayers.self_attention is plain
 
 
 def test_operations_that_are_not_there_are_refused(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

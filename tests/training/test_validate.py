@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,6 +81,28 @@ def test_a_metric_of_which_less_is_better(prepared: Path) -> None:
         chosen = with_settings(recipe, {"train.best_by": by})
         assert validate._validation(chosen, [4.0, 3.0, 2.0], {by: 0.3}).value == sign * 0.3
     assert validate._validation(with_settings(recipe, {"train.best_by": "loss"}), [4.0, 3.0, 2.0], {}).value == 2.0
+
+
+def test_a_figure_that_some_corpora_lack(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean is of the others, but chooses no checkpoint."""
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        "metrics={fluent: {command: 'x {hyp}', in_validation: true}}", "train.best_by=fluent",
+        "train.valid_bleu=false"])
+    data, found = open_prepared(recipe), iter([{"fluent": 0.2, "other": 1.0}, {"other": 3.0}] * 2)
+    parts = {"one": range(12), "two": range(12, 20)}
+    visitor = ModuleType("visitor")
+    vars(visitor).update(measure=lambda recipe, data: lambda rows, model, ranks, texts: next(found))
+    monkeypatch.setattr(validate, "visitor_modules", lambda kind: [visitor])
+    monkeypatch.setattr(validate, "rows_of_corpora", lambda data: parts)
+    monkeypatch.setattr(validate, "measure_validation_text", lambda *given: {})
+    engine: Any = Adding(0, 1)
+    engine.gather_model = lambda: new_model(recipe.model, 300, 300, 1)
+    result = validate.validate(recipe, data, engine, Ranks.alone())
+    assert result.figures == {"other": 2.0} and result.value == validate.WORST
+    assert result.corpora["one"].value == -0.2
+    by_other = with_settings(recipe, {"train.best_by": "loss"})
+    result = validate.validate(by_other, data, engine, Ranks.alone())
+    assert result.figures == {"fluent": 0.2, "other": 2.0} and result.value < validate.WORST
 
 
 def test_a_validation_line_over_the_models_length(prepared: Path, tmp_path: Path) -> None:

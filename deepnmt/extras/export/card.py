@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Recipe, dump_recipe
 from deepnmt.config.load import yaml_line
+from deepnmt.data.vocab import Vocabulary
+from deepnmt.extras.export.exported import never_written
 from deepnmt.extras.export.proof import Proof
 from deepnmt.version import __version__
 
-SCRIPTS = {
+_SCRIPTS = {
     "ctranslate2": """\
 import ctranslate2, sentencepiece
 source, target = (sentencepiece.SentencePieceProcessor(f"{folder}/{side}.spm") for side in ("src", "trg"))
+never = [[target.id_to_piece(i)] for i in NEVER]
 translator = ctranslate2.Translator(folder)
 pieces = [source.encode(line, out_type=str) for line in lines]
-results = translator.translate_batch(pieces, beam_size=5, length_penalty=1)
+results = translator.translate_batch(pieces, beam_size=5, length_penalty=1, suppress_sequences=never)
 translations = [target.decode([target.piece_to_id(p) for p in r.hypotheses[0]]) for r in results]
 """,
     "huggingface": """\
@@ -42,6 +45,7 @@ for line in lines:
     past, tokens = known["source"][:, :, :, :, :0], [1]
     while tokens[-1] != 2 and len(tokens) <= 2 * src.shape[1] + 20:
         logits, past = decoder.run(None, {"tokens": numpy.array(tokens[-1:]), "past": past, **known})
+        logits[0, NEVER] = -numpy.inf
         tokens.append(int(logits[0].argmax()))
     translations.append(target.decode(tokens))
 """,
@@ -55,9 +59,10 @@ def encode(line):  # a tag in front is a piece of its own
 """
 
 
-def script_of(to: str, tags: Collection[str]) -> str:
-    """How an exported model with these tags is used without deepnmt."""
-    script = SCRIPTS[to]
+def script_of(to: str, src_vocab: Vocabulary, trg_vocab: Vocabulary) -> str:
+    """How an exported model with these vocabularies is used without deepnmt."""
+    tags = src_vocab.tags
+    script = _SCRIPTS[to].replace("NEVER", str(never_written(trg_vocab)))
     if not tags or to == "huggingface":  # its tokenizer knows them
         return script
     script = script.replace("source.encode(line, out_type=str)", "encode(line)")  # of CTranslate2
@@ -91,13 +96,14 @@ def model_card(
         "| metric and text | score | SacreBLEU's signature |", "|---|---|---|", *rows, "",
         f"Compared with deepnmt's own model, weights in {precision}: {proof.sentence()}.", "", "## Use", "",
         "`folder` is this folder, `lines` a list of sentences. deepnmt is not needed.", "", "```python",
-        script_of(to, loaded.src_vocab.tags).rstrip(), "```", "",
+        script_of(to, *loaded.vocabs).rstrip(), "```", "",
         "## Recipe", "", "```yaml", dump_recipe(loaded.recipe).rstrip(), "```", ""])
 
 
 def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]:
     """What `deepnmt evaluate` has found for this checkpoint alone: metric and test set, score, signature. Scores of
-    weights that its folder held before, of other updates, are not its own."""
+    weights that its folder held before, of other updates, are not its own. Where there are several of one text, as with
+    other settings of the search, the names of their files say which is which."""
     rows = []
     own = loaded.state.update, loaded.state.extra.get("averaged_updates", [])
     for file in sorted(Path(recipe.run).glob("scores*.json")):
@@ -110,5 +116,7 @@ def _scores(loaded: LoadedModel, recipe: Recipe) -> list[tuple[str, float, str]]
             for test, scores in report["sets"].items():
                 for metric in ("bleu", "chrf", "ter"):
                     if f"{metric}_signature" in scores:
-                        rows.append((f"{metric}, {test}", float(scores[metric]), scores[f"{metric}_signature"]))
-    return rows
+                        rows.append((f"{metric}, {test}", file.stem, float(scores[metric]),
+                                     scores[f"{metric}_signature"]))
+    counts = Counter(what for what, *_ in rows)
+    return [(f"{what} ({name})" if counts[what] > 1 else what, *rest) for what, name, *rest in rows]

@@ -11,14 +11,21 @@ from torch import Tensor
 
 from deepnmt import folders
 from deepnmt.data.prepared import is_free
+from deepnmt.data.vocab import Vocabulary
 from deepnmt.errors import UserError
 from deepnmt.folders import DamagedFolder, Kind
+from deepnmt.tokens import BOS, PAD, UNK
 
 FACTS = "deepnmt.json"  # the manifest, which also says what was exported from where
 CARD = "README.md"  # for people, who may change it
 KIND = Kind("exported model", (), "export the run again", "free disk space, or give another folder with --output",
             FACTS)
 _OPENED = (".bin", ".json", ".onnx", ".safetensors", ".spm", ".txt")  # what programs look for, each by its own names
+
+
+def never_written(vocab: Vocabulary) -> list[int]:
+    """The target ids that deepnmt's own search never chooses, with `translate.unknown: false`."""
+    return [UNK, BOS, PAD, *vocab.tags.values()]
 
 
 def require_replaceable(folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from deepnmt.checkpoint.checkpoint import LoadedModel
 from deepnmt.config import Translate
 from deepnmt.errors import UserError
+from deepnmt.extras.export.exported import never_written
 from deepnmt.extras.export.plain import Pair, Plain, to_plain
 from deepnmt.extras.export.proof import Ids, padded
 from deepnmt.model.blocks import SIDES
@@ -73,7 +74,7 @@ def write_huggingface(loaded: LoadedModel, folder: Path, precision: str) -> None
     if model_type == "marian":
         config |= {"decoder_vocab_size": loaded.trg_vocab.size, "share_encoder_decoder_embeddings": tied}
     generation = {**ids, "num_beams": 5, "length_penalty": 1.0, "early_stopping": True,
-                  "max_length": settings.max_length}
+                  "max_length": settings.max_length, "suppress_tokens": never_written(loaded.trg_vocab)}
     data = loaded.recipe.data
     tokenizer = {"tokenizer_class": "MarianTokenizer", "source_lang": data.src_lang, "target_lang": data.trg_lang,
                  "unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>", "separate_vocabs": separate,
@@ -136,6 +137,7 @@ class Engine:
     def __init__(self, loaded: LoadedModel, folder: Path, precision: str) -> None:
         del precision
         self._model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.generation_config.suppress_tokens = None  # the models are compared by all of their tokens
 
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,7 @@ class Tokenizer(BaseModel):
 
     source_lang: Lang | None = None
     target_lang: Lang | None = None
+    additional_special_tokens: list[Any] | None = None
 
 
 class Fairseq(BaseModel):
@@ -280,11 +281,13 @@ def name_special(model: Any) -> None:
     spec.vocab_size = len(model.pieces)
 
 
-def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
-    """A SentencePiece model that segments as that in `file` does, with these pieces behind the special ones."""
+def _vocabulary(file: Path, names: Sequence[str], special: Collection[str] = ()) -> bytes:
+    """A SentencePiece model that segments as that in `file` does, with these pieces behind the special ones. Its tags
+    are the names in `special`, those of the form >>fra<<, in which OPUS-MT names a language, and its own."""
     old = _read(file, lambda: sentencepiece_model.ModelProto.FromString(file.read_bytes()))
     kinds = sentencepiece_model.ModelProto.SentencePiece
     known = {piece.piece: piece for piece in old.pieces if piece.type in (kinds.NORMAL, kinds.BYTE, kinds.USER_DEFINED)}
+    tags = {*special, *(piece.piece for piece in old.pieces if piece.type == kinds.CONTROL)}
     if known.keys().isdisjoint(names):
         raise UserError(f"{file} segments text into none of the model's pieces; give the model's own")
     new = sentencepiece_model.ModelProto()
@@ -296,6 +299,8 @@ def _vocabulary(file: Path, names: Sequence[str]) -> bytes:
         piece = known.get(name)
         if piece is not None:
             new.pieces.add(piece=name, score=piece.score, type=piece.type)
+        elif name in tags or re.fullmatch(">>.+<<", name):
+            new.pieces.add(piece=name, score=0.0, type=kinds.CONTROL)
         else:
             new.pieces.add(piece=name, score=0.0, type=kinds.UNUSED)
     name_special(new)
@@ -328,6 +333,10 @@ def _marian(folder: Path) -> Foreign:
         raise UserError(f"{folder} has final_logits_bias of {bias.numel():,} numbers, must be {len(output):,}")
     separate = (folder / "target_vocab.json").is_file()
     source, target = (folder / "vocab.json", folder / ("target_vocab.json" if separate else "vocab.json"))
+    tokenizer = Tokenizer()
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = _json(folder / "tokenizer_config.json", Tokenizer)
+    further = [name for name in tokenizer.additional_special_tokens or () if isinstance(name, str)]
     rows, vocabs = [], []
     for file, model in ((source, "source.spm"), (target, "target.spm")):
         ids = _json(file, dict[str, Id])
@@ -338,13 +347,10 @@ def _marian(folder: Path) -> Foreign:
         first = config.decoder_start_token_id if model == "target.spm" else ids["<pad>"]
         names = [piece for piece in sorted(ids, key=lambda piece: ids[piece]) if piece not in SPECIAL]
         rows.append([ids["<unk>"], first, ids["</s>"], ids["<pad>"], *(ids[piece] for piece in names)])
-        vocabs.append(_vocabulary(folder / model, names))
+        vocabs.append(_vocabulary(folder / model, names, further))
     bias = bias.expand(len(output)).clone()
     out = _rows(output, rows[1], "output table")
     bias[rows[1][3]] = 0  # of padding, which is barred anyway
-    tokenizer = Tokenizer()
-    if (folder / "tokenizer_config.json").is_file():
-        tokenizer = _json(folder / "tokenizer_config.json", Tokenizer)
     stacks: dict[str, Any] = {}
     for side in SIDES:
         stacks[side] = {"block": "post_ln", "layers": getattr(config, f"{side}_layers"),

@@ -88,7 +88,7 @@ def export_run(
     warn_if_outdated(source)
     loaded = load_model(source)
     pairs = _pairs(loaded.recipe if checkpoint else recipe, text, lines)
-    own = Native.of(loaded.model)
+    own = Native(loaded.model)
     lang, longest = loaded.recipe.data.trg_lang, loaded.recipe.model.max_length
 
     def write_and_compare(at: Path, form: str) -> Proof:

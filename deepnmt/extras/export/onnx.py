@@ -127,7 +127,7 @@ def _mask(lengths: Tensor, size: int) -> Tensor:
 
 
 class _Stepper:
-    """deepnmt's search on the two graphs; for the arguments see `proof.Native`."""
+    """deepnmt's search on the two graphs; for the arguments see `decode.steppers`."""
 
     def __init__(self, folder: Path, src: Tensor, src_lengths: Tensor, beams: int, max_steps: int) -> None:
         self._encoder, self._decoder = _sessions(folder)
@@ -161,4 +161,4 @@ def _sessions(folder: Path) -> list[onnxruntime.InferenceSession]:
 def engine(loaded: LoadedModel, folder: Path, precision: str) -> Native:
     """The exported model as `proof.py` asks it."""
     del precision
-    return Native(lambda *arguments: _Stepper(folder, *arguments))
+    return Native(loaded.model, lambda _, *arguments: _Stepper(folder, *arguments))

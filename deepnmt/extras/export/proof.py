@@ -9,7 +9,7 @@ only lie within the interval that so few lines leave open.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -20,9 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 from deepnmt.config import Translate
 from deepnmt.data.text import Pair
 from deepnmt.data.vocab import Vocabulary
-from deepnmt.decode.next_tokens import LengthPenalty
-from deepnmt.decode.search import beam_search, choose_greedily, decode_independently
-from deepnmt.decode.steppers import CachedStepper, Stepper
+from deepnmt.decode.steppers import CachedStepper, MakeStepper
+from deepnmt.decode.translate import search_batch
 from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import EvaluationSet, score_lines
 from deepnmt.evaluate.metrics import compare as bootstrap
@@ -51,24 +50,16 @@ class Engine(Protocol):
 
 
 class Native:
-    """deepnmt's own model, or anything that steps like it.
+    """deepnmt's own model, or what steps in its place."""
 
-    Args:
-        stepper: from sources [B, S], their lengths [B], hypotheses of each and steps.
-    """
-
-    def __init__(self, stepper: Callable[[Tensor, Tensor, int, int], Stepper]) -> None:
-        self._stepper = stepper
-
-    @classmethod
-    def of(cls, model: Transformer) -> Native:
-        return cls(lambda *arguments: CachedStepper(model, *arguments))
+    def __init__(self, model: Transformer, stepper: MakeStepper = CachedStepper) -> None:
+        self._model, self._stepper = model, stepper
 
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         src, lengths = padded(sources)
-        wanted = pad_sequence([torch.tensor([*target, EOS]) for target in targets], True, PAD)
-        state = self._stepper(src, lengths, 1, wanted.size(1))
+        wanted, _ = padded([[*target, EOS] for target in targets])
+        state = self._stepper(self._model, src, lengths, 1, wanted.size(1))
         scores, last = [], torch.full((len(sources),), BOS)
         for nexts in wanted.unbind(1):
             scores.append(state.step(last).float().log_softmax(1).gather(1, nexts[:, None]).squeeze(1))
@@ -79,14 +70,9 @@ class Native:
     @torch.inference_mode()
     def search(self, sources: Ids, limit: int, settings: Translate) -> list[list[int]]:
         src, lengths = padded(sources)
-        limits = torch.full((len(sources),), limit)
-        penalty = LengthPenalty(settings.length_penalty, settings.alpha)
-        beams = settings.beam if settings.method == "beam" else 1
-        state = self._stepper(src, lengths, beams, limit)
-        if settings.method == "beam":
-            best = beam_search(state, limits, beams, 1, penalty, settings.patience, settings.finish)
-        else:
-            best = decode_independently(state, limits, 1, choose_greedily, penalty)
+        count = len(sources)
+        best = search_batch(self._model, src, lengths.tolist(), [limit] * count, [[]] * count, range(count), settings,
+                            1, self._stepper, ())
         return [candidates[0].tokens for candidates in best]
 
 

@@ -91,8 +91,8 @@ class CTranslate2:
     ) -> list[list[Candidate]]:
         """The best hypotheses of a batch, as `beam_search` and `decode_independently` return them.
 
-        A sentence whose best hypothesis exceeds its own limit, because others in the batch have a higher one, is
-        searched again by itself.
+        A sentence of which a hypothesis exceeds its own limit, because others in the batch have a higher one, is
+        searched again by itself. So CTranslate2 returns all that it ended with, not the best alone.
 
         Args:
             sources: token ids with eos.
@@ -108,7 +108,7 @@ class CTranslate2:
             [self._pieces(source[:-1]) for source in sources],
             beam_size=beam,
             patience=patience,
-            num_hypotheses=settings.nbest,
+            num_hypotheses=max(settings.nbest, int(beam * min(patience, 1.0))),
             length_penalty=settings.alpha if settings.length_penalty == "average" else 0.0,
             min_decoding_length=min(settings.min_length, max(limits) - 1),
             no_repeat_ngram_size=settings.no_repeat_ngram,
@@ -126,9 +126,9 @@ class CTranslate2:
                 divisor = penalty.divisor(len(tokens)) if tokens else 1.0
                 ended = tokens[-1:] == [EOS]
                 candidates.append(Candidate(tokens[:-1] if ended else tokens, score, score * divisor, ended))
-            if limit < max(limits) and len(candidates[0].tokens) + candidates[0].ended > limit:
+            if limit < max(limits) and any(len(one.tokens) + one.ended > limit for one in candidates):
                 candidates = self.search([source], [limit], settings, barred)[0]
-            by_sentence.append(candidates)
+            by_sentence.append(candidates[: settings.nbest])
         return by_sentence
 
     def _pieces(self, source: Sequence[int]) -> list[str]:

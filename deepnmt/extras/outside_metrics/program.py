@@ -19,6 +19,7 @@ from deepnmt.config import Recipe
 from deepnmt.config.plugins import is_named
 from deepnmt.data.prepared import all_tags
 from deepnmt.data.vocab import without_tags
+from deepnmt.decode.translate import one_line
 from deepnmt.errors import UserError
 from deepnmt.files import reporting, write_json
 
@@ -92,7 +93,7 @@ class Program:
             words = self._words
             for name, lines in texts.items():
                 file = Path(folder, name)
-                file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+                file.write_text("".join(f"{one_line(line)}\n" for line in lines), encoding="utf-8", newline="\n")
                 words = [word.replace(f"{{{name}}}", str(file)) for word in words]
             output, errors = Path(folder, "said"), Path(folder, "errors")
             with output.open("wb") as out, errors.open("wb") as err:

@@ -45,16 +45,15 @@ class Scorer(Metric):
 
 
 class Judge:
-    """What `translate.choose` names: a number for each translation, higher is better."""
+    """What `translate.choose` names: a number for each translation."""
 
     def __init__(self, program: Program) -> None:
-        self.command, self._program = program.settings.command, program
+        self.command, self.lower_is_better = program.settings.command, program.settings.lower_is_better
+        self._program = program
 
     def __call__(self, sources: Sequence[str], hypotheses: Sequence[str], references: Sequence[str]) -> list[float]:
         """Raises `UserError`, see `Program.scores`."""
-        texts = {"src": sources, "hyp": hypotheses, "ref": references}
-        sign = -1 if self._program.settings.lower_is_better else 1
-        return [sign * value for value in self._program.scores(texts, cached=False)]
+        return self._program.scores({"src": sources, "hyp": hypotheses, "ref": references}, cached=False)
 
 
 def judge(recipe: Recipe) -> Judge:

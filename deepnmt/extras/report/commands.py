@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from deepnmt.arguments import parse, recipe_parser, settable
@@ -31,7 +30,7 @@ def report(words: list[str]) -> None:
     settable(args, ["run", "data"], "what was scored is shown as it is")
     if len(args.runs) > 1:
         raise UserError(f"report was given {1 + len(args.runs)} runs, but it compares two; give one or two")
-    others = [load_recipe(run, [f"run={json.dumps(run)}"]) for run in args.runs]
+    others = [load_recipe(run) for run in args.runs]
     for one in (recipe, *others):
         if one.task != Recipe.default("task"):
             raise UserError(f"{one.run} has task: {one.task}, but report shows translations beside their references; "

@@ -55,7 +55,9 @@ def translate(words: list[str]) -> None:
     add("--format", default="text", choices=list(FORMATS), help="as for task: translation (default text)")
     add("--prefix", metavar="FILE", help="what each translation begins with, a line for each of the input")
     add_checkpoints(parser)
-    parser.set_defaults(references=None, alignments=None)  # an encoder's
+    add("--references", metavar="FILE", help="with translate.choose=chrf, or a metric whose command has {ref}: "
+        "translations that are there already, a line for each of the input")
+    parser.set_defaults(alignments=None)  # of an encoder's tokens
     args, recipe = parse(parser, words)
     settable(args, recipe.marked("translate"), "a trained model translates as it is")
     _require_pairs(recipe, "translate", True)

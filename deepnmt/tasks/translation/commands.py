@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from deepnmt.arguments import expected_model, parse, recipe_parser, settable
 from deepnmt.commands import TEXT, Command
 from deepnmt.commands.options import (
@@ -49,8 +47,8 @@ def translate(words: list[str]) -> None:
     add_format(parser)
     add("--prefix", metavar="FILE", help="what each translation begins with, tags included: a line for each line of "
         "the input, empty where nothing is given")
-    add("--references", metavar="FILE", help="translations that are there already, for translate.choose=chrf: a line "
-        "for each line of the input")
+    add("--references", metavar="FILE", help="translations that are there already, for translate.choose=chrf or a "
+        "metric whose command has {ref}: a line for each line of the input")
     add("--alignments", metavar="FILE", help="a file for the word alignments of the translations, as 0-0 1-2, from the "
         "cross-attention of translate.alignment_layer; jsonl has them too")
     add_checkpoints(parser)
@@ -151,7 +149,7 @@ def evaluate(words: list[str]) -> None:
     metrics = metrics_of(args.metric, recipe, usual)
     others = {}
     for run in args.runs:
-        other = load_recipe(run, [f"run={json.dumps(run)}", *args.overrides])
+        other = load_recipe(run, args.overrides)
         name = run
         if args.checkpoint:
             name = checkpoints_of(args.checkpoint, other)[0]

@@ -72,7 +72,7 @@ def difference(to: job.Target, loaded: LoadedModel, folder: Path) -> float:
     sources, targets = ([torch.randint(4, 40, (n,), generator=draw).tolist() for n in sizes]
                         for sizes in ((3, 7, 11, 1), (5, 2, 9, 8)))
     sources = [[*source, 2] for source in sources]
-    scores = [engine.score(sources, targets) for engine in (Native.of(loaded.model), to.engine(loaded, folder, "fp32"))]
+    scores = [engine.score(sources, targets) for engine in (Native(loaded.model), to.engine(loaded, folder, "fp32"))]
     return max(abs(a - b) for ours, theirs in zip(*scores, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 

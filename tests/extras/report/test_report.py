@@ -178,7 +178,10 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     (run / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
     page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
     assert "<th>comet</th>" in page and ">0.8123<" in page and "comet|command:comet" in page
-    assert "<td>another</td>" in page
+    assert "<td>another</td>" in page and "The training text is not there" not in page
+    Path("train.de").unlink()
+    page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
+    assert "The training text is not there any more, so nothing is known." in page and "By length" in page
 
 
 def test_a_report_of_two_runs(
