@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
-from deepnmt.extras.doctor.verdict import FEATURES, Node, Tree, VerdictRule
+from deepnmt.extras.doctor.verdict import FEATURES, FLOOR, Node, Tree, VerdictRule, with_floor
 
 TREES, LEAST_RUNS, MOST_LEAVES = 80, 3, 40  # of the forest; examples and leaves of a tree
 POWERS = (1.0, 1.15, 1.3, 1.45, 1.6, 1.8)  # tried
@@ -126,11 +126,11 @@ def choose(held: Sequence[Judged]) -> float:
 
 
 def raised(tested: Judged, power: float) -> Judged:
-    """As by rules of another power; `tested` is by rules of power 1."""
+    """As by rules of another power; `tested` is by rules of power 1, with their floor."""
     pairs = []
     for probabilities, outcome in tested.pairs:
-        total = sum(value**power for value in probabilities.values())
-        pairs.append(({name: value**power / total for name, value in probabilities.items()}, outcome))
+        shares = {name: max(0.0, value - FLOOR) for name, value in probabilities.items()}
+        pairs.append((with_floor(shares, power), outcome))
     return Judged(pairs)
 
 

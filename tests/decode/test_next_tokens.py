@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from deepnmt import config
 from deepnmt.checkpoint.checkpoint import LoadedModel, load_model
+from deepnmt.data.vocab import SPACE
 from deepnmt.decode.align import align, alignment_layer, pharaoh, recorded_attention, words_of
 from deepnmt.decode.mbr import expected_chrf
 from deepnmt.decode.next_tokens import LengthPenalty, Rules
@@ -25,6 +26,7 @@ from deepnmt.decode.sampling import make_sampler
 from deepnmt.decode.search import beam_search, choose_greedily, decode_independently
 from deepnmt.decode.translate import translate_files, translate_lines
 from deepnmt.model.sublayers import split_heads
+from deepnmt.tokens import UNK
 
 PENALTY = LengthPenalty("average", 1.0)
 LIMITS = torch.tensor([4, 3, 4])
@@ -217,6 +219,14 @@ def test_words_of_pieces_are_the_texts_words(loaded: LoadedModel) -> None:
     text = "the  smallish dog ✓ sees"
     words = words_of(loaded.trg_vocab.encode(text), loaded.trg_vocab)
     assert words[0] == 0 and words[-1] == 4 and sorted(set(words)) == [0, 1, 2, 3, 4] and words == sorted(words)
+    vocab = loaded.trg_vocab
+    ids = {name: number for number, name in enumerate(vocab.names())}
+    the, space, dog = vocab.encode("the"), ids[SPACE], vocab.encode("dog")
+    for pieces in ([*the, UNK, *dog], [*the, UNK, *the], [*the, space], [*the, space, *dog], [space, *the, UNK]):
+        written = words_of(pieces, vocab, written=True)
+        assert max(written) + 1 == len(vocab.decode(pieces).split()), vocab.to_pieces(pieces)
+        assert written == sorted(written)
+    assert words_of([*the, UNK, *dog], vocab)[len(the)] == 0, "of a source unk is a part of a word"
     assert pharaoh([(0, 1), (12, 3)]) == "0-1 12-3"
     assert alignment_layer(loaded.model, 1) == alignment_layer(loaded.model, 0) == 0
     with user_error(r"translate\.alignment_layer is 2, but the model's decoder has 1 layers"):

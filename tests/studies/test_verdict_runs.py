@@ -17,7 +17,7 @@ from sklearn.ensemble import RandomForestClassifier
 from deepnmt.config import Recipe
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome
-from deepnmt.extras.doctor.verdict import FEATURES, Trial, VerdictRule
+from deepnmt.extras.doctor.verdict import FEATURES, Trial, VerdictRule, with_floor
 from studies import verdict_fit, verdict_text
 from studies.verdict_fit import LEAST_RUNS, MOST_LEAVES, POWERS, TREES, Example, Judged, choose, crossed, fit, raised
 from studies.verdict_text import Choice, depth_group, draw, examples_of, fit_runs, judge_runs, key_hash, run_all
@@ -69,11 +69,15 @@ def test_a_group_is_judged_by_a_rule_fitted_without_it() -> None:
     tested = crossed(examples, "text", keep)
     assert without == [{"1", "2"}, {"0", "2"}, {"0", "1"}]
     assert len(tested.pairs) == 30  # the runs' ends alone are judged
-    modest = Judged([({"stuck": 0.6, "target only": 0.3, "translates": 0.1}, "stuck")] * 9)
-    bold = Judged([({"stuck": 0.6, "target only": 0.3, "translates": 0.1}, "translates")] * 9)
-    assert (choose([modest]), choose([bold])) == (POWERS[-1], POWERS[0])
-    assert raised(modest, 2.0).pairs[0][0] == pytest.approx({"stuck": 36 / 46, "target only": 9 / 46,
-                                                             "translates": 1 / 46})
+    shares: dict[Outcome, float] = {"stuck": 0.6, "target only": 0.4, "translates": 0.0}
+    modest = Judged([(with_floor(shares, 1.0), "stuck")] * 9)
+    bold = Judged([(with_floor(shares, 1.0), "translates")] * 9)
+    assert choose([modest]) == POWERS[-1]
+    assert raised(bold, 2.0).log_loss == pytest.approx(-math.log(0.02)), "as little as a rule says, and no less"
+    raised_again = raised(modest, 2.0).pairs[0][0]
+    assert raised_again == pytest.approx({"stuck": 0.02 + 0.94 * 36 / 52, "target only": 0.02 + 0.94 * 16 / 52,
+                                          "translates": 0.02})
+    assert raised_again == pytest.approx(with_floor(shares, 2.0))
 
 
 def sure(outcome: Outcome, probability: float) -> dict[Outcome, float]:

@@ -44,7 +44,7 @@ _END = 10  # of them make up its end
 _LEAST_DROP, _MOST_DROP = -0.4, 2.5  # nats below the frequencies; what lies outside counts as these
 _LEAST_GAIN, _MOST_GAIN = 1e-4, 3.0  # nats; what lies outside counts as these
 _NO_GAIN = 1.25e-4  # nats; a smaller gain is none
-_FLOOR = 0.02  # no outcome is given a smaller probability
+FLOOR = 0.02  # no outcome is given a smaller probability
 SURE = 0.8  # a probability from which on a rule is sure of what it says
 _NOT_MEASURED = -1.0  # for a figure of the source that a trial lacks: those of the oldest runs
 _FORMAT, _VERSION = "deepnmt-verdict", 6
@@ -276,6 +276,13 @@ def path(tree: Tree, values: Mapping[str, float]) -> list[Node]:
     return nodes
 
 
+def with_floor(shares: Mapping[Outcome, float], power: float) -> dict[Outcome, float]:
+    """Probabilities from a forest's shares: raised to `power`, and none below `FLOOR`."""
+    raised = {outcome: share**power for outcome, share in shares.items()}
+    rest, total = 1 - len(OUTCOMES) * FLOOR, sum(raised.values())
+    return {outcome: FLOOR + rest * value / total for outcome, value in raised.items()}
+
+
 @dataclass(frozen=True)
 class VerdictRule:
     """A rule that predicts an outcome from features: a random forest fitted on runs.
@@ -294,12 +301,11 @@ class VerdictRule:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def probabilities(self, values: Mapping[str, float]) -> dict[Outcome, float]:
-        """The probability of each outcome for a model with these features, none below `_FLOOR`."""
+        """The probability of each outcome for a model with these features, none below `FLOOR`."""
         clipped = self._clipped(values)
         leaves = [path(tree, clipped)[-1].shares for tree in self.trees]
-        raised = [fmean(shares) ** self.power for shares in zip(*leaves, strict=True)]
-        rest = 1 - len(OUTCOMES) * _FLOOR
-        return {outcome: _FLOOR + rest * value / sum(raised) for outcome, value in zip(OUTCOMES, raised, strict=True)}
+        means = [fmean(shares) for shares in zip(*leaves, strict=True)]
+        return with_floor(dict(zip(OUTCOMES, means, strict=True)), self.power)
 
     def judge(self, values: Mapping[str, float]) -> Verdict:
         """The verdict with its reasons."""

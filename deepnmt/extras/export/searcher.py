@@ -91,8 +91,8 @@ class CTranslate2:
     ) -> list[list[Candidate]]:
         """The best hypotheses of a batch, as `beam_search` and `decode_independently` return them.
 
-        A sentence of which a hypothesis exceeds its own limit, because others in the batch have a higher one, is
-        searched again by itself. So CTranslate2 returns all that it ended with, not the best alone.
+        A sentence whose search came to its own limit, and went on because others in the batch have a higher one, is
+        searched again by itself. To tell, CTranslate2 returns all hypotheses that it ended with, not the best alone.
 
         Args:
             sources: token ids with eos.
@@ -126,7 +126,7 @@ class CTranslate2:
                 divisor = penalty.divisor(len(tokens)) if tokens else 1.0
                 ended = tokens[-1:] == [EOS]
                 candidates.append(Candidate(tokens[:-1] if ended else tokens, score, score * divisor, ended))
-            if limit < max(limits) and any(len(one.tokens) + one.ended > limit for one in candidates):
+            if limit < max(limits) and any(len(one.tokens) + one.ended >= limit for one in candidates):
                 candidates = self.search([source], [limit], settings, barred)[0]
             by_sentence.append(candidates[: settings.nbest])
         return by_sentence

@@ -28,7 +28,7 @@ from deepnmt.cli import main
 from deepnmt.config.choices import BLOCKS
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
 from deepnmt.extras.export import job, post_ln, targets
-from deepnmt.extras.export.card import SCRIPTS, model_card, script_of
+from deepnmt.extras.export.card import model_card, script_of
 from deepnmt.extras.export.plain import Plain, to_plain
 from deepnmt.extras.export.proof import Native, Proof
 from studies.__main__ import main as main_of_studies
@@ -196,6 +196,9 @@ def test_the_card_of_a_norwegian_model(tmp_path: Path) -> None:
     assert (head["language"], head["license"]) == ([loaded.recipe.data.src_lang, "no"], "mine: #1")
     assert f"\n# nordic: {loaded.recipe.data.src_lang} to no\n" in text
     assert "| bleu, t | 40.50 |" in text and not re.search("4[123].5", text)
+    (run / "scores-beam_1.json").write_text(json.dumps({**own, "sets": {"t": {"bleu": 39.5, "bleu_signature": "x"}}}))
+    assert {"| bleu, t (scores) | 40.50 | `x` |", "| bleu, t (scores-beam_1) | 39.50 | `x` |"} <= {
+        *card(loaded, licence="").splitlines()}
     inside = replace(loaded, folder=run / "checkpoints" / "averaged")  # of a run that was renamed
     assert "\n# run: " in card(inside, licence="")
 
@@ -213,10 +216,14 @@ def test_a_run_is_exported_and_loads_without_deepnmt(
     assert facts["format"] == to and facts["proof"]["fp32"]["difference"] < 1e-5
     card = (folder / "README.md").read_text()
     assert "license: unknown" in card and "- de" in card and "nrefs:1|case:mixed" in card and "vocab:" in card
-    assert SCRIPTS[to].rstrip() in card
+    script = script_of(to, *load_model(run).vocabs)
+    assert script.rstrip() in card
 
     lines = (prepared / "text" / "test.en").read_text(encoding="utf-8").splitlines()[:6]
-    code = SCRIPT.format(script=SCRIPTS[to])
+    unknown = to == "ctranslate2"  # its softmax is over the tokens that are not suppressed, deepnmt's over all
+    if unknown:
+        script = script.replace(", suppress_sequences=never", "")
+    code = SCRIPT.format(script=script)
     result = subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(lines)], check=False, timeout=600,
                             capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ""})
     assert result.returncode == 0, result.stderr
@@ -226,7 +233,7 @@ def test_a_run_is_exported_and_loads_without_deepnmt(
               ["translate.beam=5", "translate.finish=best", "translate.patience=1", "translate.min_length=1",
                "translate.max_ratio=1", "translate.max_extra=200"])
     assert main("translate", [str(run), "--input", str(source), "--output", str(output), "--format", "jsonl",
-                              *search]) == 0
+                              f"translate.unknown={json.dumps(unknown)}", *search]) == 0
     ours = [json.loads(line)["hypotheses"][0] for line in output.read_text(encoding="utf-8").splitlines()]
     same = []
     for one, theirs in zip(ours, json.loads(result.stdout), strict=True):
@@ -264,7 +271,7 @@ def test_tags_are_pieces_without_deepnmt_too(to: str, prepared: Path, tmp_path: 
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
         assert tokenizer(lines[:-1])["input_ids"] == wanted[:-1]  # tags that stand later are tags there
         return
-    script = script_of(to, vocab.tags)
+    script = script_of(to, vocab, vocab)
     assert "source.encode" not in script.partition("    return [first")[2].partition("\n")[2]
     source = sentencepiece.SentencePieceProcessor(model_proto=vocab.bytes)
     known: dict[str, Any] = {"source": source}
@@ -285,6 +292,47 @@ def test_what_export_did_not_write_is_not_deleted(run: Path, tmp_path: Path, ref
     (folder / "README.md").write_text("mine")
     assert f"{folder}/README.md would be written anew, but somebody has changed it" in refused(*again)
     assert (folder / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", list(LIBRARIES))
+def test_no_translation_has_unk(to: str, tmp_path: Path) -> None:
+    """As in deepnmt, also of a model that prefers it; other programs leave it out of the text, and words vanish."""
+    loaded = loaded_of(shapes("post_ln", "post_ln"), tmp_path)
+    with torch.no_grad():
+        loaded.model.decoder.layers[-1].rule.norms[2].bias.add_(9.0 * loaded.model.output_weight[0])
+    folder = tmp_path / "out"
+    folder.mkdir()
+    target(to).write(loaded, folder, "fp32")
+    for side, vocab in zip(("src", "trg"), loaded.vocabs, strict=True):
+        (folder / f"{side}.spm").write_bytes(vocab.bytes)
+    lines = ["the small dog", "two birds sing"]
+    known: dict[str, Any] = {"folder": str(folder), "lines": lines}
+    exec(script_of(to, *loaded.vocabs).replace("**batch", "**batch, max_new_tokens=9"), known)
+    assert all(text.strip() and "\u2047" not in text for text in known["translations"]), known["translations"]
+
+
+def test_a_batch_of_the_backend_searches_each_sentence_as_alone(tmp_path: Path) -> None:
+    """Though others in it have higher limits: no hypothesis of the n-best list is longer than its own."""
+    to = target("ctranslate2")
+    from deepnmt.extras.export.searcher import CTranslate2
+
+    loaded = loaded_of(shapes("post_ln", "post_ln"), tmp_path)
+    weight = loaded.model.output_weight[2].detach()
+    with torch.no_grad():  # so that hypotheses end now and then
+        loaded.model.decoder.layers[-1].rule.norms[2].bias.add_(5.0 * weight / weight.norm() ** 2)
+    (tmp_path / "out").mkdir()
+    to.write(loaded, tmp_path / "out", "fp32")
+    searcher = CTranslate2(tmp_path / "out", loaded.vocabs, "fp32")
+    draw, limits, shorter = torch.Generator().manual_seed(3), [4, 8, 30], 0
+    for trial in range(24):
+        sources = [[*torch.randint(4, 40, (size,), generator=draw).tolist(), 2] for size in (2, 5, 9)]
+        settings = config.Translate(beam=5, nbest=1 + trial % 5, finish="best", patience=1.0)
+        for source, limit, found in zip(sources, limits, searcher.search(sources, limits, settings, [0]), strict=True):
+            (alone,) = searcher.search([source], [limit], settings, [0])
+            assert [one.tokens for one in found] == [one.tokens for one in alone] and len(found) == settings.nbest
+            assert all(len(one.tokens) + one.ended <= limit for one in found)
+            shorter += sum(one.ended for one in found)
+    assert shorter
 
 
 @pytest.mark.parametrize("fault", ["norm", "matrix", "positions", "bias"])

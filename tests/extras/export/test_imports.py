@@ -99,6 +99,30 @@ def test_marian_has_the_same_logits(separate: bool, tmp_path: Path, capsys: pyte
     assert (loaded.recipe.model.attention_dropout, loaded.recipe.model.activation_dropout) == (0.2, 0.3)
 
 
+def test_languages_and_tags_of_a_marian_model_are_tags(tmp_path: Path) -> None:
+    """As in OPUS-MT's models of several languages, in a model's own list, and in what deepnmt exported."""
+    folder = tmp_path / "opus"
+    _, (ids, _) = marian_folder(folder)
+    names = list(ids)
+    renamed = {">>fra<<": ids.pop(names[-3]), "<2de>": ids.pop(names[-2])}  # two pieces of the shared table
+    (folder / "vocab.json").write_text(json.dumps({**ids, **renamed}))
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**told, "additional_special_tokens": ["<2de>"]}))
+    assert main("import", [str(folder), str(tmp_path / "run")]) == 0
+    loaded = load_model(tmp_path / "run")
+    for vocab in loaded.vocabs:
+        assert vocab.tags.keys() == renamed.keys()
+        plain = vocab.encode("der kleine hund")
+        assert vocab.encode(">>fra<< <2de> der kleine hund") == [vocab.tags[">>fra<<"], vocab.tags["<2de>"], *plain]
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    target("huggingface").write(loaded, exported, "fp32")
+    assert json.loads((exported / "generation_config.json").read_text())["suppress_tokens"] == [
+        0, 1, 3, *loaded.trg_vocab.tags.values()]
+    assert main("import", [str(exported), str(tmp_path / "again")]) == 0
+    assert load_model(tmp_path / "again").trg_vocab.tags == loaded.trg_vocab.tags
+
+
 @pytest.mark.parametrize(("block", "settings"), [
     ("post_ln", {}), ("admin", {}), ("post_ln", {"positions": "fairseq"}),
     ("deepnorm", {"positions": "fairseq", "encoder.input_gain": True})])

@@ -86,6 +86,16 @@ def test_scores_and_bootstrap_are_those_of_the_segments(place: Path, capsys: pyt
     assert Path("runs.txt").read_text() == "xx", "each system is scored once"
 
 
+def test_what_failed_is_repeated_by_the_same_command(place: Path) -> None:
+    """No text is left where there are no scores, which would look like somebody else's."""
+    recipe = with_metric(program("raise SystemExit(3)"))
+    with user_error("ended with exit code 3"):
+        evaluate_run(recipe, hypotheses=["mine=short"], metrics=["mine"], output=place / "scores.json")
+    program("import sys\nfor line in open(sys.argv[1]): print(1)")
+    evaluate_run(recipe, hypotheses=["mine=short"], metrics=["mine"], output=place / "scores.json")
+    assert Path("scores.json").is_file() and Path("scores/t.hyp").is_file()
+
+
 def test_what_was_scored_is_not_scored_again(place: Path) -> None:
     def scored(command: str, *lines: str) -> int:
         made = Program(with_metric(command), "mine").scores({"src": SOURCES, "hyp": lines or SOURCES, "ref": SOURCES})
@@ -142,6 +152,16 @@ def test_a_program_reads_sources_without_their_tags(place: Path) -> None:
     recipe = with_metric(program(code).replace("{hyp}", "{src} {hyp}"))
     recipe = recipe.model_copy(update={"vocab": recipe.vocab.model_copy(update={"tags": ["<2de>"]})})
     assert Program(recipe, "mine").scores({"src": ["<2de> a dog", "a dog"], "hyp": ["x", "y"]}) == [6.0, 6.0]
+
+
+def test_a_line_break_within_a_line_shifts_no_other(place: Path) -> None:
+    """Python, for one, reads a lone carriage return as the end of a line."""
+    code = "import sys\nfor s, h in zip(open(sys.argv[1]), open(sys.argv[2])): print(int(s == h))"
+    recipe = with_metric(program(code).replace("{hyp}", "{src} {hyp}"))
+    lines = ["o\rne", "two", "three\x85four", "five"]
+    assert Program(recipe, "mine").scores({"src": lines, "hyp": lines}) == [1.0] * 4
+    evaluate_run(recipe, hypotheses=["mine=src"], output=place / "scores.json")
+    assert len(Path("scores/t.src").read_bytes().splitlines()) == len(SOURCES)
 
 
 def test_a_program_gets_nothing_of_the_launcher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +238,17 @@ def test_a_program_chooses_among_candidates(place: Path, refused: Refused) -> No
                                   f"metrics.mine.command={command}", f"metrics.mine.lower_is_better={lower}"]) == 0
         assert [len(line) for line in Path("out").read_text(encoding="utf-8").split("\n")[:-1]] == [
             len(choice(texts, key=len)) for texts in lists]
-    assert Path("runs.txt").read_text() == "xx"
+        assert main("translate", [*words, "translate.candidates=3", "translate.choose=mine", "--output", "scored.tsv",
+                                  "--format", "tsv", f"metrics.mine.command={command}",
+                                  f"metrics.mine.lower_is_better={lower}"]) == 0
+        first = Path("scored.tsv").read_text(encoding="utf-8").splitlines()[0]
+        assert f"{float(len(choice(lists[0], key=len))):.6f}" in first.split("\t"), first
+    assert Path("runs.txt").read_text() == "xxxx"
+    choosing = [*words, "translate.candidates=3", "translate.choose=mine", "--output", "other"]
+    assert "whose command reads references, {ref}; name their file with --references" in refused(
+        "translate", *choosing, f"metrics.mine.command={COMMAND}")
+    assert "references (few) have no effect because translate.choose is mine" in refused(
+        "translate", *choosing, f"metrics.mine.command={command}", "--references", "few")
     assert "translate.choose: is 'mine', must be score, mbr or chrf, or the name of one of metrics" in refused(
         "translate", *words, "translate.candidates=3", "translate.choose=mine")
     assert "choose (mbr) and candidates (1) do not fit" in refused("translate", *words, "translate.choose=mbr")
