@@ -311,7 +311,7 @@ def _score(
             of_models.append(model.logits(states[start : start + size]))
         logits = mean_logits(of_models, mean).float()
         norms = log_normalisers(logits)
-        best = logits.topk(min(top, logits.size(1)))
+        best = logits.topk(min(top, logits.size(1) - 1))  # pad has no probability
         chosen = logits.gather(1, targets[start : start + size, None]).squeeze(1)
         pad = torch.full_like(norms, -torch.inf)
         if len(models) == 1:

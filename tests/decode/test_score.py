@@ -64,6 +64,10 @@ def test_the_mean_over_the_validation_text_is_the_logs(
     scored = deepnmt.load(run).score([src for src, _ in lines], [trg for _, trg in lines], top=1)
     assert [each.log_prob for each in scored] == pytest.approx(sums, abs=1e-5)
     assert scored[0].pieces[-1].piece == "</s>" and scored[0].pieces[0].top[0][1] >= scored[0].pieces[0].log_prob
+    (whole,) = deepnmt.load(run).score([lines[0][0]], [lines[0][1]], top=10_000)
+    for piece in whole.pieces:  # of all pieces but pad, which JSON could not write
+        assert math.fsum(math.exp(value) for _, value in piece.top) == pytest.approx(1, abs=1e-5)
+        assert min(value for _, value in piece.top) > -math.inf
 
 
 @pytest.mark.parametrize("method", ["beam", "greedy", "sample"])
