@@ -44,6 +44,7 @@ from deepnmt.model.blocks import BLOCKS, SIDES
 from deepnmt.model.transformer import Transformer
 from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
+from deepnmt.tasks.translation.source_use import rows_of_corpora
 from deepnmt.training.profile import profile_for
 from deepnmt.training.state import TrainState
 from deepnmt.training.updates import updates
@@ -251,7 +252,7 @@ def run_recipe(recipe: Recipe) -> Record:
     for done in updates(engine, training_stream(recipe, data), recipe, state, ranks):
         losses.append(done.stats.nll / done.update.tokens)
         if done.give_up or (done.stats.applied and state.update in (total // 4, total // 2, total)):
-            measured = measure_outcome(engine.evaluate, valid, surprise, device)
+            measured = measure_outcome(engine.evaluate, valid, rows_of_corpora(data).values(), surprise, device)
             marks.append(mark_of(state.update, measured, done.give_up))
         if done.give_up or state.update == total:
             break

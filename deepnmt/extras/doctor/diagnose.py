@@ -78,7 +78,7 @@ from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import print_status, show_progress
 from deepnmt.tasks.translation.collapse import collapse_note
-from deepnmt.tasks.translation.source_use import measure_source_use
+from deepnmt.tasks.translation.source_use import SENTENCES, SourceUse, measure_validation_text, rows_of_corpora
 from deepnmt.training.fine_tuning import check_parts
 from deepnmt.training.profile import profile_for
 
@@ -180,10 +180,10 @@ def diagnose(
         check_parts(recipe)
     clock = Clock(seconds)
     data = open_prepared(recipe, texts=checkpoint is None)
-    if len(data.split("valid")) < 2:
-        raise UserError(f"the validation text in {recipe.data.folder} has only one sentence, but diagnose measures "
-                        "what a source is worth beside another sentence's; name a longer text as data.valid, and "
-                        "prepare it")
+    if all(len(rows) < 2 for rows in rows_of_corpora(data).values()):
+        raise UserError(f"the validation text in {recipe.data.folder} has only one sentence, or one of each corpus, "
+                        "but diagnose measures what a source is worth beside another sentence's; name a longer text as "
+                        "data.valid, and prepare it")
     if output is not None:
         make_run_folder(output, "--output")
     clock.show("the first batch and the initial weights" if checkpoint is None else "the weights")
@@ -445,8 +445,10 @@ def outcome_of(subject: Subject) -> dict[str, Any]:
     valid = data.split("valid").truncated(recipe.model.max_length)
     device = subject.batch.device
     engine = LocalEngine(subject.model, recipe, device)
-    measured = measure_outcome(engine.evaluate, valid, frequencies(data.split("train"), subject.vocabs[1]), device)
-    use = measure_source_use(engine, recipe, valid, range(len(valid)), Ranks.alone(device))
+    measured = measure_outcome(engine.evaluate, valid, rows_of_corpora(data).values(),
+                               frequencies(data.split("train"), subject.vocabs[1]), device)
+    use = SourceUse.mean(measure_validation_text(recipe, data, engine, Ranks.alone(device), SENTENCES).values())
+    assert use is not None  # diagnose refuses a text whose corpora all have one sentence
     return {**asdict(measured), "gain": measured.gain, "outcome": measured.outcome, "source": asdict(use),
             "collapse": collapse_note(recipe, recipe.train.updates, use)}  # asked for, so no update is too early
 

@@ -1,7 +1,7 @@
 """What a trained model does with its source, measured on validation text: one of three outcomes.
 
 The same targets are scored twice, by the plain loss in nats a target token: with their own sources, and with shuffled
-ones (see `tasks/translation/source_use.py`). The difference is the source's gain.
+ones (see `tasks/translation/source_use.py`), each corpus for itself. The difference is the source's gain.
 
     stuck        not finite, or less than `MARGIN` below the loss of a model that knows only how frequent each target
                  token is
@@ -11,7 +11,7 @@ ones (see `tasks/translation/source_use.py`). The difference is the source's gai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -61,13 +61,25 @@ class Measured:
         return "translates" if self.gain >= GAIN else "target only"
 
 
-def measure_outcome(evaluate: Evaluate, valid: Split, surprise: Tensor, device: torch.device) -> Measured:
-    """Scores up to `SENTENCES` sentences of the validation text, spread evenly over its lengths.
+def measure_outcome(
+    evaluate: Evaluate, valid: Split, corpora: Collection[range], surprise: Tensor, device: torch.device
+) -> Measured:
+    """Scores up to `SENTENCES` sentences of the validation text, spread evenly over the lengths of each corpus.
+
+    Sources are shuffled within a corpus: the language tag of another would tell by itself.
 
     Args:
+        corpora: the sentences of each; those of one sentence are left out, and another has two or more.
         surprise: `frequencies` of the training text.
     """
-    own, shuffled = paired_batches(valid, range(len(valid)), SENTENCES, BATCH, device)
+    own: list[Batch] = []
+    shuffled: list[Batch] = []
+    each = max(2, SENTENCES // len(corpora))
+    for rows in corpora:
+        if len(rows) > 1:
+            batches, others = paired_batches(valid, rows, each, BATCH, device)
+            own += batches
+            shuffled += others
     tokens = sum(batch.tokens for batch in own)
     own_nll = sum(nll for _, nll in evaluate(own))
     shuffled_nll = sum(nll for _, nll in evaluate(shuffled))

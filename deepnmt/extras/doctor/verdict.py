@@ -33,7 +33,7 @@ from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.engine import LocalEngine
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import Progress, no_progress
-from deepnmt.tasks.translation.source_use import measure_source_use
+from deepnmt.tasks.translation.source_use import SourceUse, measure_validation_text, rows_of_corpora
 
 SHIPPED = Path(__file__).with_name("verdict.json")
 TRIAL = 40  # updates
@@ -146,8 +146,9 @@ def run_trial(
     alone = Ranks.alone(device)
 
     def look(number: int) -> None:
-        use = measure_source_use(engine, recipe, valid, range(len(valid)), alone, _LOOKED_AT)
-        source.append({"update": number, **asdict(use)})
+        use = SourceUse.mean(measure_validation_text(recipe, data, engine, alone, _LOOKED_AT).values())
+        if use is not None:
+            source.append({"update": number, **asdict(use)})
 
     look(0)
     for number, rate in enumerate(rates):
@@ -159,7 +160,8 @@ def run_trial(
         if number + 1 in _LOOKS:
             look(number + 1)
     epoch = float(stream.split(0).trg_lengths.sum())
-    measured = measure_outcome(engine.evaluate, valid, frequencies(train, model.output_weight.size(0)), device)
+    measured = measure_outcome(engine.evaluate, valid, rows_of_corpora(data).values(),
+                               frequencies(train, model.output_weight.size(0)), device)
     return Trial(losses, norms, measured.own, measured.shuffled, measured.frequencies, sum(rates),
                  float(train.trg_lengths.mean()), epoch / len(stream.plan(0)), epoch, source)
 

@@ -77,12 +77,19 @@ class SourceUse:
                 f"source costs {round(self.source_gain, 2) + 0.0:.2f} nats a target token")
 
 
-def measure_validation_text(recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks) -> dict[str, SourceUse]:
+def measure_validation_text(
+    recipe: Recipe, data: PreparedData, engine: Engine, ranks: Ranks, sentences: int | None = None
+) -> dict[str, SourceUse]:
     """The figures of each corpus of the validation text, by name. Sources are shuffled within a corpus, because the tag
-    of another language would tell by itself. Collective."""
+    of another language would tell by itself. Collective.
+
+    Args:
+        sentences: at most so many of all corpora together (None: as a validation has them).
+    """
     split = data.split("valid").truncated(recipe.model.max_length)
     corpora = rows_of_corpora(data)
-    sentences = min(SENTENCES, max(LEAST, len(split) // 16))
+    if sentences is None:
+        sentences = min(SENTENCES, max(LEAST, len(split) // 16))
     each = max(2, sentences // len(corpora))
     return {name: measure_source_use(engine, recipe, split, rows, ranks, each)
             for name, rows in corpora.items() if len(rows) > 1}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ import torch
 
 from deepnmt.batch import Batch
 from deepnmt.config import load_recipe, with_settings
-from deepnmt.data.prepared import open_prepared
+from deepnmt.data.prepared import Split, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor import outcome
+from deepnmt.extras.doctor.diagnose import Subject, first_batch, outcome_of
 from deepnmt.extras.doctor.outcome import Measured, frequencies, guess, measure_outcome
 from deepnmt.extras.doctor.variants import fresh_model
 from deepnmt.extras.doctor.verdict import (
@@ -29,9 +31,11 @@ from deepnmt.extras.doctor.verdict import (
     run_trial,
     trial_rates,
 )
+from deepnmt.tasks.translation import source_use
 from deepnmt.tokens import PAD
 
 CPU = torch.device("cpu")
+PRE_LN = ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"]
 # Two trees: what follows from the budget alone, and from the layers and then the budget.
 FIRST = [Node([0.2, 0.5, 0.3], "budget", 1.0, 1, 2), Node([0.4, 0.6, 0.0]), Node([0.0, 0.4, 0.6])]
 SECOND = [Node([0.2, 0.4, 0.4], "layers", 1.0, 1, 4), Node([0.0, 0.5, 0.5], "budget", 2.5, 2, 3), Node([0.0, 0.8, 0.2]),
@@ -197,7 +201,7 @@ def test_shuffled_sources_are_those_of_another_sentence(prepared: Path, monkeypa
         return [(0.0, 2.0 * batch.tokens) for batch in batches]
 
     monkeypatch.setattr(outcome, "BATCH", 60)
-    measured = measure_outcome(evaluate, valid, surprise, CPU)
+    measured = measure_outcome(evaluate, valid, [range(len(valid))], surprise, CPU)
     own, shuffled = passed
     assert measured == Measured(2.0, 2.0, pytest.approx(3.0)) and len(own) > 1
     assert sum(len(batch["src"]) for batch in own) == len(valid) and valid.src_lengths.sum() == sum(
@@ -211,8 +215,32 @@ def test_shuffled_sources_are_those_of_another_sentence(prepared: Path, monkeypa
 
     assert sources(shuffled) == [sources(own)[-1], *sources(own)[:-1]] != sources(own)
     monkeypatch.setattr(outcome, "SENTENCES", 5)
-    measure_outcome(evaluate, valid, surprise, CPU)
+    measure_outcome(evaluate, valid, [range(len(valid))], surprise, CPU)
     assert sum(len(batch["src"]) for batch in passed[2]) == 5
+
+
+def test_sources_are_shuffled_within_a_corpus(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another corpus may have another language, and a model that reads its tag alone would count as translating."""
+    recipe, seen = load_recipe(prepared / "recipe.yaml", PRE_LN), []
+    data = open_prepared(recipe)
+    sizes = {"train": data.corpora("train"), "valid": {"one": 12, "line": 1, "two": 7}}
+    monkeypatch.setattr(data, "corpora", sizes.__getitem__)
+    plain = source_use.paired_batches
+
+    def watched(split: Split, rows: range, sentences: int, *rest: Any) -> Any:
+        seen.append((rows, sentences))
+        return plain(split, rows, sentences, *rest)
+
+    monkeypatch.setattr(outcome, "paired_batches", watched)
+    monkeypatch.setattr(source_use, "paired_batches", watched)
+    source, target = (vocab.size for vocab in data.vocabs())
+    model = fresh_model(recipe.model, source, target, 1, [])
+    run_trial(model, recipe, data, CPU)
+    corpora = [range(12), range(13, 20)]
+    assert seen == 5 * [(rows, 10) for rows in corpora] + [(rows, 42) for rows in corpora]
+    seen.clear()
+    outcome_of(Subject(recipe, data, model, first_batch(recipe, data, 64, CPU), (source, target), None))
+    assert seen == 2 * [(rows, 42) for rows in corpora]
 
 
 def test_frequencies_by_hand(prepared: Path) -> None:
