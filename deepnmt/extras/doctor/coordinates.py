@@ -34,7 +34,7 @@ from torch import Tensor
 
 from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
-from deepnmt.data.mixing import training_stream
+from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.doctor.plots import plot_coordinates
 from deepnmt.extras.doctor.probes import real_positions
@@ -191,7 +191,7 @@ def check_coordinates(
     at_size(recipe, smallest, smallest)  # refuses early
     data = open_prepared(recipe)
     source, target = data.vocabs()
-    stream = training_stream(recipe, data)
+    stream = training_stream(recipe, data, stream_kind(recipe, data))
     batches = [cut_batch(stream, number % len(stream.plan(0)), TOKENS, number, device) for number in range(updates)]
     output = output or Path(recipe.run) / "coordinates"
     make_run_folder(output, "--output")

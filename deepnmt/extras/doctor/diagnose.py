@@ -32,7 +32,7 @@ from deepnmt.checkpoint.checkpoint import (
 from deepnmt.config import Recipe, with_settings
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.data.batching import Position
-from deepnmt.data.mixing import training_stream
+from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import PreparedData, open_prepared
 from deepnmt.errors import UserError
 from deepnmt.evaluate.evaluate import checkpoint_parts
@@ -204,9 +204,9 @@ def first_batch(recipe: Recipe, data: PreparedData, tokens: int, device: torch.d
     """The run's first micro-batch, truncated to about `tokens` target tokens, but to no fewer than two sentences.
 
     Raises:
-        UserError: it has only one sentence.
+        UserError: it has only one sentence, or a visitor that reads the text has not what it needs.
     """
-    stream = training_stream(recipe, data)
+    stream = training_stream(recipe, data, stream_kind(recipe, data))
     if len(stream.plan(0)[0]) < 2:
         raise UserError(f"batch.tokens is {recipe.batch.tokens}, so the first micro-batch has only one sentence, but "
                         "diagnose compares sentences with each other; set it higher, for example "
@@ -236,7 +236,8 @@ def subject_of(recipe: Recipe, data: PreparedData, batch: Batch, checkpoint: Pat
     model.objective = CrossEntropy(trained.train.label_smoothing)
     passes = 0.0
     if trained.schedule.step_epoch is not None:  # only then, because it takes a plan
-        passes = training_stream(trained, data).passes(Position(state.epoch, state.micro_batch))
+        stream = training_stream(trained, data, stream_kind(trained, data))
+        passes = stream.passes(Position(state.epoch, state.micro_batch))
     scale = None
     if state.loss_scale and recipe.loss_scale == trained.loss_scale:
         scale = float(state.loss_scale["scale"])

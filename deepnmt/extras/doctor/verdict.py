@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from deepnmt.batch import Batch
-from deepnmt.config import Fact, Precision, Recipe
+from deepnmt.config import Fact, Modify, Precision, Recipe
 from deepnmt.data.batching import Stream, collate
-from deepnmt.data.mixing import training_stream
+from deepnmt.data.mixing import stream_kind, training_stream
 from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor.outcome import OUTCOMES, Outcome, frequencies, measure_outcome
@@ -138,7 +138,7 @@ def run_trial(
     engine = LocalEngine(model, recipe, device)
     train = data.split("train")
     valid = data.split("valid").truncated(recipe.model.max_length)
-    stream = training_stream(recipe, data)
+    stream = training_stream(recipe, data, stream_kind(recipe, data))
     rates = trial_rates(recipe)
     losses: list[float] = []
     norms: list[float] = []
@@ -363,6 +363,8 @@ class VerdictRule:
             value = attrgetter(setting)(recipe)
             if setting in seen and value not in seen[setting]:
                 unseen.append(f"{setting} is {_shown(value)}; the runs had {' or '.join(map(_shown, seen[setting]))}")
+        if recipe.data.modify != Modify() and seen:
+            unseen.append("data.modify changes the training text; the runs read theirs as it is prepared")
         encoder, decoder = recipe.model.shape("encoder"), recipe.model.shape("decoder")
         if encoder != decoder and seen:
             unseen.append("encoder and decoder differ in width, heads or ffn; those of the runs did not")

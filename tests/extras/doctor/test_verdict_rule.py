@@ -185,6 +185,22 @@ def test_a_trial_trains_the_recipe(prepared: Path) -> None:
     assert made.rates == pytest.approx(sum(trial_rates(recipe)))
 
 
+def test_a_trial_reads_the_text_as_training_does(prepared: Path) -> None:
+    """Of text that `data.modify` has changed, as the first batch of a diagnosis is."""
+    plain = load_recipe(prepared / "recipe.yaml", PRE_LN)
+    modified = with_settings(plain, {"data.modify.drop_words": 0.8})
+    data = open_prepared(plain)
+    source, target = (vocab.size for vocab in data.vocabs())
+    losses = []
+    for recipe in (plain, modified):
+        losses.append(run_trial(fresh_model(recipe.model, source, target, 1, []), recipe, data, CPU).losses)
+    assert losses[0] != losses[1]
+    one, other = (first_batch(recipe, data, 256, CPU)["src"] for recipe in (plain, modified))
+    assert other.size(1) < one.size(1) / 2
+    words = "data.modify changes the training text; the runs read theirs as it is prepared"
+    assert words in VerdictRule.load().unseen(modified) and words not in VerdictRule.load().unseen(plain)
+
+
 def test_outcomes_by_hand() -> None:
     assert [Measured(own, shuffled, 5.0).outcome for own, shuffled in (
         (5.0, 9.0), (math.nan, 5.0), (4.91, 9.0), (4.89, 5.0), (4.8, 5.0001), (3.0, 3.15))] == [
