@@ -55,7 +55,7 @@ from deepnmt.extras.doctor.measures import (
 from deepnmt.extras.doctor.outcome import Outcome, frequencies, measure_outcome
 from deepnmt.extras.doctor.page import summary, write_page
 from deepnmt.extras.doctor.probes import plain_loss
-from deepnmt.extras.doctor.variants import alternatives, fresh_model
+from deepnmt.extras.doctor.variants import BF16, alternatives, fresh_model
 from deepnmt.extras.doctor.verdict import (
     SHIPPED,
     TRIAL,
@@ -483,15 +483,18 @@ def judge(
     instead: dict[str, dict[Outcome, float]] = {}
     others: dict[str, Trial] = {}
     left_out: list[str] = []
+    also = ""
     if fp16 is not None:
-        instead["parallel.precision=bf16"] = verdict.probabilities
+        instead[BF16] = verdict.probabilities
+        also = f"{BF16} "  # trials are in fp32, and say nothing of another change in fp16
     if verdict.outcome != "translates":
         for factor in _LONGER:
             longer = factor * recipe.train.updates
             later = features(trial, with_settings(recipe, {"train.updates": longer}), longer, data_world)
             if rule.reaches(later):
-                instead[f"train.updates={longer}"] = rule.probabilities(later)
-        for name, other in alternatives(recipe).items():
+                instead[f"{also}train.updates={longer}"] = rule.probabilities(later)
+        for change, other in alternatives(recipe).items():
+            name = also + change
             if clock.elapsed + needed > clock.seconds:
                 left_out.append(name)
                 continue

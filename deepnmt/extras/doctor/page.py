@@ -12,6 +12,7 @@ from typing import Any
 
 from deepnmt.extras.doctor import plots
 from deepnmt.extras.doctor.outcome import OUTCOMES, WORDS
+from deepnmt.extras.doctor.variants import BF16
 from deepnmt.extras.doctor.verdict import SURE, expected_rank
 from deepnmt.model.blocks import SIDES
 from deepnmt.pages import folded, page, picture
@@ -102,7 +103,10 @@ def _rows(findings: Findings) -> list[tuple[str, str]]:
         if verdict["outside"]:
             text += "; unlike the runs that the rule was fitted on"
         rows.append(("verdict", text))
-        for name in verdict["best"]:
+        better = [*verdict["best"]]
+        if verdict["fp16"]:
+            better.insert(0, BF16)
+        for name in better:
             rows.append(("better", f"{name}: {_probabilities(verdict['instead'][name])}"))
     elif "verdict" in findings:
         rows.append(("verdict", _NO_RULE))
@@ -116,8 +120,8 @@ def _probabilities(probabilities: Mapping[str, float]) -> str:
 
 
 def _changes(verdict: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
-    """Changes that were rated, the most promising first."""
-    return sorted(verdict["instead"].items(), key=lambda item: -expected_rank(item[1]))
+    """Changes that were rated, the most promising first; before them bf16, if fp16 is what fails."""
+    return sorted(verdict["instead"].items(), key=lambda item: (item[0] != BF16, -expected_rank(item[1])))
 
 
 # -- pictures and page -------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from deepnmt.optim.groups import is_frozen
 from deepnmt.tasks.translation.collapse import SLOW_LAYERS, slower, slower_encoder
 from deepnmt.training.fine_tuning import check_parts
 
+BF16 = "parallel.precision=bf16"  # as on the command line
 _LOWER, _HIGHER = (1 / 3, 1 / 10), (3, 10)  # times the learning rate: one that is too small fails, too
 
 

@@ -40,7 +40,7 @@ from deepnmt.extras.doctor.diagnose import (
     update_rate,
 )
 from deepnmt.extras.doctor.measures import HalfZeros, dependency, gradients, noise_change, update_change
-from deepnmt.extras.doctor.variants import alternatives
+from deepnmt.extras.doctor.variants import BF16, alternatives
 from deepnmt.extras.doctor.verdict import Node, VerdictRule
 from deepnmt.model.admin_profile import AdminProfile
 from deepnmt.model.blocks import Block
@@ -140,17 +140,19 @@ def test_a_predicted_failure_rates_other_recipes(
     assert main("diagnose", [*words, fp16, "--rule", write_rule(tmp_path, False)]) == 0
     verdict = read(tmp_path / "diagnosis")["verdict"]
     assert set(shares) == {3}  # each of an update's 3 micro-batches gets a third of the scale
+    said = capsys.readouterr().out
     assert re.search(r"^verdict +predicted to fail in fp16: \d+ % of a layer's gradients are lost to fp16 at loss "
-                     r"scale 8192 \(the rule alone, after 40 updates: stuck or diverging 0\.", capsys.readouterr().out,
-                     flags=re.MULTILINE)
-    assert verdict["instead"]["parallel.precision=bf16"] == verdict["probabilities"]
+                     r"scale 8192 \(the rule alone, after 40 updates: stuck or diverging 0\.", said, flags=re.MULTILINE)
+    assert re.search(rf"^better +{BF16}: stuck", said, flags=re.MULTILINE)
+    assert verdict["instead"][BF16] == verdict["probabilities"]
     assert verdict["outcome"] == "stuck" and verdict["probabilities"]["stuck"] > 0.5
-    assert verdict["instead"]["train.updates=400"]["stuck"] == verdict["probabilities"]["stuck"]
+    assert verdict["instead"][f"{BF16} train.updates=400"]["stuck"] == verdict["probabilities"]["stuck"]
     page = (tmp_path / "diagnosis" / "diagnosis.html").read_text()
-    assert "<b>No: it will probably fail in fp16, because " in page and "<code>parallel.precision=bf16</code>" in page
-    assert {"'optimizer.lr_factors={encoder: 0.1}' optimizer.lr_factors_until=10", "schedule.warmup=4",
-            "train.updates=120", "model.encoder.block=pre_ln model.decoder.block=pre_ln",
-            "model.encoder.init=depth_scaled model.decoder.init=depth_scaled"} <= verdict["instead"].keys()
+    assert "<b>No: it will probably fail in fp16, because " in page and re.findall("<code>(.*?)</code>", page)[0] == BF16
+    changes = {"'optimizer.lr_factors={encoder: 0.1}' optimizer.lr_factors_until=10", "schedule.warmup=4",
+               "train.updates=120", "model.encoder.block=pre_ln model.decoder.block=pre_ln",
+               "model.encoder.init=depth_scaled model.decoder.init=depth_scaled"}
+    assert {f"{BF16} {change}" for change in changes} <= verdict["instead"].keys(), "their trials were in fp32"
     assert verdict["left out"] == []
 
 
