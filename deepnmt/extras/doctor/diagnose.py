@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -489,10 +490,11 @@ def judge(
         also = f"{BF16} "  # trials are in fp32, and say nothing of another change in fp16
     if verdict.outcome != "translates":
         for factor in _LONGER:
-            longer = factor * recipe.train.updates
-            later = features(trial, with_settings(recipe, {"train.updates": longer}), longer, data_world)
-            if rule.reaches(later):
-                instead[f"{also}train.updates={longer}"] = rule.probabilities(later)
+            longer = factor * after
+            with suppress(ValueError, UserError):  # with few --updates it may end before the recipe's warm-up does
+                later = features(trial, with_settings(recipe, {"train.updates": longer}), longer, data_world)
+                if rule.reaches(later):
+                    instead[f"{also}train.updates={longer}"] = rule.probabilities(later)
         for change, other in alternatives(recipe).items():
             name = also + change
             if clock.elapsed + needed > clock.seconds:

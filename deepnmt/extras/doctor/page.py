@@ -222,7 +222,8 @@ def _remedies(verdict: Mapping[str, Any]) -> list[str]:
         bars = "".join(_bar(rated[outcome]) for outcome in best_first)
         table += f"<tr><td>{name}</td>{bars}</tr>"
     return [f"<h2>What to change, and what it is worth</h2><p>Each was tried in {len(verdict['trial']['losses'])} "
-            f"updates of its own. This is how it will probably end:</p><table>{table}</table>"]
+            "updates of its own, in fp32, but for a change of train.updates or parallel.precision alone, which is "
+            f"judged by the trial of the recipe as it is. This is how it will probably end:</p><table>{table}</table>"]
 
 
 def _bar(share: float) -> str:

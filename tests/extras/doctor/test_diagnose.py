@@ -176,6 +176,7 @@ def test_the_page_begins_with_the_answer_and_what_to_change(prepared: Path, tmp_
     assert "it was right on 74 %, and on 92 % of the 64 where it gave an outcome 0.8 or more." in folded
     assert "right on 80 to 90 %. Always saying the commonest outcome is right on 56 %." in folded
     assert "log peak" not in shown and "peak learning rate of 0.005" in folded
+    assert "judged by the trial of the recipe as it is" in shown
     assert "train.updates=120" not in page, "longer than any run that the rule was fitted on"
     assert shown.count("<img") == 1 < folded.count("<img")
 
@@ -196,6 +197,11 @@ def test_no_other_recipe_is_tried_when_time_is_up(prepared: Path, tmp_path: Path
     found = judge(subject, rule, HalfZeros(1.0, True, {}, {}), Clock(seconds=0.1))
     assert [*found["instead"]] == ["train.updates=120", "train.updates=400"]  # which need no further trial
     assert found["left out"] == [*alternatives(recipe)]
+    few = judge(subject, rule, HalfZeros(1.0, True, {}, {}), Clock(seconds=0.1), updates=15)["instead"]
+    assert [*few] == ["train.updates=45", "train.updates=150"], "three and ten times what the verdict is about"
+    warm = replace(subject, recipe=with_settings(recipe, {"schedule.name": "linear", "schedule.warmup": 30}))
+    none = judge(warm, rule, HalfZeros(1.0, True, {}, {}), Clock(seconds=0.1), updates=3)["instead"]
+    assert none == {}, "neither 9 nor 30 updates have room for this warm-up"
 
 
 def test_other_initial_weights_are_tried_only_if_they_differ(prepared: Path) -> None:
