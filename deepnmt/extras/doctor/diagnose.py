@@ -263,7 +263,8 @@ def examine(
     checkpoint its outcome.
 
     Args:
-        data_world: data-parallel ranks whose micro-batches go into one update; the verdict depends on it.
+        data_world: data-parallel ranks whose micro-batches go into one update; the verdict and what fp16 loses depend
+            on it.
         updates: the verdict is about the model after so many (None: the recipe's).
     """
     clock = clock or Clock()
@@ -287,10 +288,11 @@ def examine(
     findings["gradients"] = gradients(model, batch)
     findings["ranges"] = ranges(model, batch)
     clock.show("gradients in fp16")
-    half = half_zeros(model, batch, loss_scale(subject), recipe.batch.per_rank(1))
+    accumulation = recipe.batch.per_rank(data_world)
+    half = half_zeros(model, batch, loss_scale(subject), accumulation)
     asked = half.scale
     if recipe.parallel.precision == "fp16":
-        half = working_scale(subject, half)
+        half = working_scale(subject, half, accumulation)
     findings["half"] = {**asdict(half), "asked": asked, "lost": half.lost}
     clock.show("the next update")
     rate = update_rate(subject)
@@ -542,10 +544,14 @@ def loss_scale(subject: Subject) -> float:
     return LOSS_SCALE
 
 
-def working_scale(subject: Subject, half: HalfZeros) -> HalfZeros:
+def working_scale(subject: Subject, half: HalfZeros, accumulation: int) -> HalfZeros:
     """The measurement at the largest tried scale without overflow: that of `half`, a quarter of it and so on, down to
-    the recipe's floor, much as a run halves its loss scale after each overflow."""
-    floor, accumulation = subject.recipe.loss_scale.floor, subject.recipe.batch.per_rank(1)
+    the recipe's floor, much as a run halves its loss scale after each overflow.
+
+    Args:
+        accumulation: micro-batches of a rank that share the scale of an update.
+    """
+    floor = subject.recipe.loss_scale.floor
     while not half.finite and half.scale > floor:
         half = half_zeros(subject.model, subject.batch, max(half.scale / 4, floor), accumulation)
     return half

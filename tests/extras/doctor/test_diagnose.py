@@ -508,6 +508,20 @@ def test_the_verdict_counts_the_tokens_of_all_processes(prepared: Path, tmp_path
     assert 10**alone == pytest.approx(3 * mean) and 10**four == pytest.approx(4 * 10**alone)
 
 
+def test_fp16_is_measured_with_the_micro_batches_of_a_rank(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more ranks there are, the fewer of an update's micro-batches each has, with larger gradients."""
+    subject = subject_for(small(prepared, "batch.update_tokens=4096", f"parallel.ds_config={LAYOUTS}/zero1_fp16.json"))
+    measured, shares = doctor.half_zeros, []
+
+    def overflowing(model: Transformer, batch: Batch, scale: float, accumulation: int = 1) -> HalfZeros:
+        shares.append(accumulation)
+        return replace(measured(model, batch, scale, accumulation), finite=len(shares) > 1)
+
+    monkeypatch.setattr(doctor, "half_zeros", overflowing)
+    doctor.examine(subject, None, 4)
+    assert shares == [4, 4] and subject.recipe.batch.per_rank(1) == 16
+
+
 def test_a_batch_of_one_sentence_is_rejected(prepared: Path) -> None:
     recipe = small(prepared)
     data = open_prepared(recipe)

@@ -199,7 +199,7 @@ def test_fp16_fails_if_no_loss_scale_works() -> None:
     def fault(scale: float, **changes: float) -> str | None:
         scales = recipe.loss_scale.model_copy(update=changes)
         other = replace(subject, recipe=recipe.model_copy(update={"loss_scale": scales}))
-        half = working_scale(other, half_zeros(subject.model, subject.batch, scale))
+        half = working_scale(other, half_zeros(subject.model, subject.batch, scale), 1)
         assert half.finite or half.scale == other.recipe.loss_scale.floor
         return fp16_fault(other, half)
 
@@ -207,9 +207,8 @@ def test_fp16_fails_if_no_loss_scale_works() -> None:
     assert fault(1e7, floor=1e7) == "gradients overflow in fp16 at every loss scale down to 1e+07"
     reason = fault(2.0**-22)
     assert reason and re.fullmatch(r"\d+ % of a layer's gradients are lost to fp16 at loss scale 2.38419e-07", reason)
-    many = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"accumulation": 1024}),
-                                     "loss_scale": recipe.loss_scale.model_copy(update={"floor": 9e6})})
-    fits = working_scale(replace(subject, recipe=many), half_zeros(subject.model, subject.batch, 1e7))
+    many = recipe.model_copy(update={"loss_scale": recipe.loss_scale.model_copy(update={"floor": 9e6})})
+    fits = working_scale(replace(subject, recipe=many), half_zeros(subject.model, subject.batch, 1e7), 1024)
     assert fits.finite and fp16_fault(subject, fits) is None
 
 
