@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from deepnmt.config import Recipe
+from deepnmt.config import Recipe, Stage
+from deepnmt.errors import UserError
 from deepnmt.model.blocks import Side
 from deepnmt.optim.groups import is_frozen, is_in
 from deepnmt.tasks.translation.collapse import SLOW_ENCODER, SLOW_LAYERS
@@ -193,14 +194,42 @@ def settings_of(recipe: Recipe, point: Point, updates: int) -> dict[str, Any]:
     return settings
 
 
-def shortened(recipe: Recipe, updates: int) -> dict[str, int]:
+def shortened(recipe: Recipe, updates: int) -> dict[str, Any]:
     """What the recipe counts in updates beside the warm-up, in a run of so many; by setting."""
-    counts = {}
+
+    def of_trial(count: int) -> int:
+        return max(min(2, count), count * updates // recipe.train.updates)
+
+    settings: dict[str, Any] = {}
     for setting in COUNTS:
         count = attrgetter(setting)(recipe)
         if count:
-            counts[setting] = max(min(2, count), count * updates // recipe.train.updates)
-    return counts
+            settings[setting] = of_trial(count)
+    stages = [stage.model_dump() for stage in stages_of_data(recipe)]
+    for stage in stages:
+        count = stage["until"]["updates"]
+        if count:
+            stage["until"]["updates"] = of_trial(count)
+    if stages:
+        settings["data.stages"] = stages
+    return settings
+
+
+def stages_of_data(recipe: Recipe) -> Sequence[Stage]:
+    """The stages of the training text, which not every task has."""
+    stages: Sequence[Stage] = getattr(recipe.data, "stages", ())
+    return stages
+
+
+def check_stages(recipe: Recipe) -> None:
+    """Raises `UserError` if a stage of the text may end by what a trial has not its share of."""
+    for number, stage in enumerate(stages_of_data(recipe)):
+        for name in ("epochs", "patience"):
+            count = getattr(stage.until, name)
+            if count:
+                raise UserError(f"data.stages.{number}.until.{name} is {count}, but the trials of tune are shorter "
+                                "than the run and shorten its stages by their updates; give the stage's end as until: "
+                                "{updates: N} alone while you tune")
 
 
 def warmup_of(recipe: Recipe, share: float, updates: int) -> int:

@@ -23,6 +23,7 @@ from deepnmt.extras.tune.plan import (
     anchors,
     at_height,
     box_of,
+    check_stages,
     fitting,
     own_point,
     settings_of,
@@ -60,7 +61,8 @@ def tune(
         The table and what was chosen.
 
     Raises:
-        UserError: the data are not prepared, a file is there already, or no trial used its source.
+        UserError: the data are not prepared, a file is there already, a stage of the text ends by epochs or patience,
+            or no trial used its source.
     """
     output = Path(recipe.run) / "tune"
     summary = output / "tune.json"
@@ -70,6 +72,7 @@ def tune(
     file = file_to_write(origin, write, written, replace)
     task = find_task(recipe.task)
     task.check(recipe)
+    check_stages(recipe)
     data = task.open(recipe, True)
     make_run_folder(output)
     trials = Trials(recipe, small_copy(recipe), output, str(getattr(data, "fingerprint", "")), budget, processes)

@@ -26,7 +26,7 @@ import deepnmt.extras.tune.tune
 from deepnmt import config
 from deepnmt.api import prepare, read_recipe
 from deepnmt.cli import main
-from deepnmt.config import Recipe, changed_settings, load_recipe
+from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, own_point, settings_of, spread, stages
 from deepnmt.extras.tune.trials import Trials, alive, result
@@ -150,6 +150,21 @@ def test_a_trial_has_its_share_of_all_that_the_recipe_counts_in_updates(recipe_f
     recipe = read_recipe(recipe_file, changes)
     trial = config.with_settings(recipe, deepnmt.extras.tune.trials._alone(recipe, 100, 1))
     assert (trial.optimizer.lr_factors_until, trial.model.decoder.ramp, trial.schedule.decay_period) == (25, 3, 40)
+
+
+def test_a_trial_has_its_share_of_each_stage_of_the_text(recipe_file: Path, refused: Refused) -> None:
+    """A shorter trial would end within the first."""
+    text = yaml.safe_load(recipe_file.read_text())["data"]["train"]
+    stages = [{"mix": {"a": 1.0}, "until": {"updates": 300}}, {"mix": {"a": 1.0, "b": 2.0}}]
+    staged = read_recipe(recipe_file, {"data.train": {"a": text, "b": text}, "data.stages": stages})
+    trial = config.with_settings(staged, deepnmt.extras.tune.trials._alone(staged, 100, 1))
+    assert [(stage.mix, stage.until.updates) for stage in trial.data.stages] == [
+        ({"a": 1.0}, 75), ({"a": 1.0, "b": 2.0}, None)]
+    for name in ("epochs", "patience"):
+        stages[0]["until"] = {"updates": 300, name: 2}
+        recipe_file.write_text(dump_recipe(read_recipe(staged, {"data.stages": stages})))
+        assert refused("tune", str(recipe_file)).startswith(
+            f"deepnmt: data.stages.0.until.{name} is 2, but the trials of tune are shorter than the run")
 
 
 def test_the_source_decides_and_no_collapsed_run_with_a_lower_loss(
