@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import variance
 from typing import Any
 
 from deepnmt.api import read_recipe
 from deepnmt.config import Recipe, TunedAt
 from deepnmt.errors import UserError
+from deepnmt.evaluate.significance import student_t
 from deepnmt.extras.tune.commands import LEAST
 from deepnmt.extras.tune.page import plot_trials, rows_of
 from deepnmt.extras.tune.plan import (
@@ -268,21 +269,23 @@ def sentences(trials: Trials, best: Candidate) -> list[str]:
                 "worth")
     lines = [f"Chosen by {what}: {words(best.point)} ({result(best.records[0])})."]
     repeated = [candidate for candidate in candidates_of(trials, ("longer", "seeds")) if len(candidate.records) > 1]
-    spreads = []
+    squares, freedom = 0.0, 0
     for candidate in repeated:
         worths = [trials.worth([record])[1] for record in candidate.records]
         if all(map(math.isfinite, worths)):
-            spreads.append(stdev(worths))
+            squares += (len(worths) - 1) * variance(worths)
+            freedom += len(worths) - 1
     deep = candidates_of(trials, ("deep",))
-    if not spreads:
+    if not freedom:
         lines.append("No point was tried with several seeds, so it is not known how much of this is noise.")
     else:
-        noise = fmean(spreads)
+        noise = math.sqrt(squares / freedom)
         lines.append(f"Seeds on the small copy differ by ± {noise:.3f}.")
         rivals = [candidate for candidate in ranked(trials, deep or repeated) if candidate.point != best.point]
         if rivals and trials.worth(rivals[0].records)[0]:
             lead = trials.worth(best.records)[1] - trials.worth(rivals[0].records)[1]
-            if lead < 2 * noise:
+            seeds = 1 / len(best.records) + 1 / len(rivals[0].records)
+            if lead < student_t(freedom) * noise * math.sqrt(seeds):
                 lines.append(f"The next best, {words(rivals[0].point)}, is {lead:.3f} behind: not to be told from it.")
     if depth_of(trials) == 1:
         lines.append("The model is as shallow as its copy would be, so the rates are its own.")

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Table = npt.NDArray[np.float64]  # [K, K]: how often the label of a row was predicted to be that of a column
+from deepnmt.evaluate.significance import student_t
 
-# Student's t, two-sided 95 %, by degrees of freedom; beyond the last one the normal distribution's 1.960 is near.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-      2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+Table = npt.NDArray[np.float64]  # [K, K]: how often the label of a row was predicted to be that of a column
 
 
 def count(right: npt.NDArray[np.integer], predicted: npt.NDArray[np.integer], labels: int) -> Table:
@@ -38,4 +36,4 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if n < 2:
         return mean, math.nan
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1))
-    return mean, (_T[n - 2] if n - 2 < len(_T) else 1.960) * deviation / math.sqrt(n)
+    return mean, student_t(n - 1) * deviation / math.sqrt(n)

@@ -30,7 +30,7 @@ from deepnmt.config import Recipe, changed_settings, dump_recipe, load_recipe
 from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.tune.plan import Budget, anchors, box_of, fitting, own_point, settings_of, spread, stages
 from deepnmt.extras.tune.trials import Trials, alive, result
-from deepnmt.extras.tune.tune import carries, choose, search, small_copy
+from deepnmt.extras.tune.tune import carries, choose, search, sentences, small_copy
 from deepnmt.extras.tune.written import edited_text, file_to_write
 from deepnmt.training.divergence import Diverged
 from deepnmt.training.task import prepare as prepare_task
@@ -420,6 +420,30 @@ def test_what_came_of_a_trial(
     trials = Trials(recipe, recipe, tmp_path, "", Budget(8, math.inf, 20, 3), processes=1)
     record = trials.run("search", anchors(recipe)[0], 20, 7)
     assert result(record) == came and alive(record) == (gain == 0.3)
+
+
+@pytest.mark.parametrize(("deep", "leads"), [
+    (False, [(0.070, False), (0.073, True)]),  # three seeds each: t of 4 degrees 2.776 x 0.0316 x √(2/3) = 0.0717
+    (True, [(0.12, False), (0.13, True)]),  # one seed each: 2.776 x 0.0316 x √2 = 0.124
+])
+def test_which_lead_is_more_than_the_noise_of_seeds(
+        deep: bool, leads: list[tuple[float, bool]], recipe_file: Path, tmp_path: Path) -> None:
+    recipe = read_recipe(recipe_file, {})
+    own, slow, _ = anchors(recipe)
+
+    def record(stage: str, point: Any, gain: float) -> dict[str, Any]:
+        return {"stage": stage, "point": point, **figures(gain, 3.0)}
+
+    for lead, told in leads:
+        trials = Trials(recipe, small_copy(recipe), tmp_path, "", Budget(12, math.inf, 20, 3), 1)
+        trials.done = [record("longer", own, 1.0 + lead + seed) for seed in (-0.02, 0.0, 0.02)]  # deviation 0.02
+        trials.done += [record("longer", slow, 1.0 + seed) for seed in (-0.04, 0.0, 0.04)]  # 0.04; pooled 0.0316
+        if deep:
+            trials.done += [record("deep", own, 1.0 + lead), record("deep", slow, 1.0)]
+        best = choose(trials)
+        assert best is not None and best.point == own
+        said = "\n".join(sentences(trials, best))
+        assert "Seeds on the small copy differ by ± 0.032." in said and ("not to be told from it" in said) != told
 
 
 def test_trials_of_another_recipe_do_not_count(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
