@@ -6,6 +6,7 @@ share; and what it came to (see `blocks.run_variant`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,8 +73,10 @@ class Variant(Stacks):
         """The recipe with this variant's blocks, initialisation, depth and warm-up.
 
         Raises:
-            UserError: the settings do not fit together, or the recipe is for several processes.
+            UserError: the settings do not fit together, the recipe is for several processes, or says how its text is
+                read.
         """
+        _check_text(recipe)
         if recipe.parallel.ds_config is not None:
             raise UserError(f"parallel.ds_config is {recipe.parallel.ds_config}, but each run of a study trains "
                             "on one process without DeepSpeed; set parallel.ds_config=null")
@@ -83,6 +86,25 @@ class Variant(Stacks):
         tree["schedule"]["warmup"] = self.warmup
         tree["train"]["updates"], tree["optimizer"]["lr"], tree["seed"] = self.updates, self.rate, self.seed
         return check_recipe(tree, f"the recipe with {self.text}, schedule.warmup {self.warmup}")
+
+
+def _check_text(recipe: Recipe) -> None:
+    """Raises `UserError` if training would read the text otherwise than as it is prepared, all of it in every epoch."""
+    text = recipe.data.train
+    settings = {"batch.update_tokens": recipe.batch.update_tokens, "data.stages": recipe.data.stages,
+                "data.train.temperature": text.temperature}
+    for name, value in flatten({"data": {"modify": recipe.data.modify.model_dump()}}).items():
+        settings[name] = value
+    for setting, value in settings.items():
+        default = Recipe.default(setting)
+        if value != default:
+            shown = "set" if setting == "data.stages" else value
+            raise UserError(f"{setting} is {shown}, but each run of a study reads the whole text as it is prepared, in "
+                            f"micro-batches of batch.tokens; set {setting}={json.dumps(default)}")
+    for name, corpus in text.corpora.items():
+        if corpus.weight != 1.0:
+            raise UserError(f"data.train.{name}.weight is {corpus.weight:g}, but each run of a study reads the whole "
+                            "text; set it to 1")
 
 
 def list_variants(

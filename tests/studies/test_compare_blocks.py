@@ -332,6 +332,19 @@ def test_names_are_spread() -> None:
     assert sorted(range(5), key=lambda i: places[i]) == [4, 0, 1, 2, 3]
 
 
+# How training may read a text that the studies read as it is prepared.
+CORPORA = 'data.train={"a":{"src":"a.en","trg":"a.de"%s},"b":{"src":"b.en","trg":"b.de"}}'
+READ_OTHERWISE = [
+    ("batch.update_tokens=4000", "batch.update_tokens is 4000, but each run of a study reads the whole text as it is "
+     "prepared, in micro-batches of batch.tokens; set batch.update_tokens=null\n"),
+    ("data.modify.typos=0.1", "data.modify.typos is 0.1, but each run of a study"),
+    (f"{CORPORA % ''} data.train.temperature=2", "data.train.temperature is 2.0, but each run of a study"),
+    (f"{CORPORA % ''} data.stages=" '[{"mix":{"a":1},"until":{"updates":3}},{"mix":{"b":1}}]',
+     "data.stages is set, but each run of a study"),
+    (CORPORA % ',"weight":3', "data.train.a.weight is 3, but each run of a study reads the whole text; set it to 1\n"),
+]
+
+
 @pytest.mark.parametrize(("words", "output"), [
     ("--blocks post_nl", "unknown block 'post_nl'; known: post_ln, "),
     ("--depths 0", "layers"),
@@ -352,6 +365,7 @@ def test_names_are_spread() -> None:
     *((f"train.{name}={value}", f"train.{name} is {value}, but every run of a study trains for all "
        f"train.updates; set train.{name}={none}\n")
       for name, value, none in (("epochs", 3, "null"), ("max_seconds", 9.0, "null"), ("patience", 1, 0))),
+    *READ_OTHERWISE,
 ])
 def test_mistakes(words: str, output: str, prepared: Path, tmp_path: Path, refused: Refused) -> None:
     assert output in refused("compare-blocks", prepared / "recipe.yaml", ONE, "--output", tmp_path, *words.split())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepnmt.config import Recipe, load_recipe
+from deepnmt.config import Recipe, load_recipe, with_settings
+from deepnmt.errors import UserError
 from studies import rate_ramp
 
 
@@ -23,6 +24,12 @@ def test_when_a_loss_has_risen() -> None:
     assert rate_ramp.lowest(means) == 41
     assert rate_ramp.risen([5.0, math.nan]) and not rate_ramp.risen([5.0, 5.2]) and not rate_ramp.risen([])
     assert rate_ramp.lowest([5.0, math.nan]) == 1
+
+
+def test_a_text_that_is_read_otherwise_is_refused(prepared: Path, tmp_path: Path) -> None:
+    recipe = with_settings(recipe_of(prepared), {"batch.update_tokens": 4000})
+    with pytest.raises(UserError, match=r"^batch\.update_tokens is 4000, but each run of a study reads the whole text"):
+        rate_ramp.study(recipe, ["keel"], [1], [1], tmp_path / "runs.jsonl")
 
 
 def test_a_ramp_ends_when_the_loss_rises(
