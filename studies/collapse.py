@@ -19,10 +19,10 @@ from unittest.mock import patch
 import numpy as np
 
 from deepnmt.config import Recipe
+from deepnmt.data.prepared import open_prepared
 from deepnmt.model.blocks import Block
 from deepnmt.plots import COLOURS, GREY, LEGEND, panels, save
-from deepnmt.progress import print_status
-from studies.runs import Record, json_lines, known_runs, short_run
+from studies.runs import Record, fingerprint_of, make_missing, short_run
 
 UPDATES = 300
 LEVELS: dict[str, list[Any]] = {
@@ -86,7 +86,8 @@ def recipe_settings(drawn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_draws(recipe: Recipe, records: Path, first: int, count: int, seconds: float) -> str:
-    """Trains the missing ones of `count` draws until the time is over; returns what all runs of the file say.
+    """Trains the missing ones of `count` draws until the time is over; returns what all runs of the file say that are
+    of this recipe and data.
 
     Args:
         records: file of JSON lines, to which every run is added.
@@ -94,19 +95,9 @@ def run_draws(recipe: Recipe, records: Path, first: int, count: int, seconds: fl
     Raises:
         UserError: the recipe's data are not prepared.
     """
-    done = known_runs(records)
-    numbers = {record["number"] for record in done}
-    started = time.monotonic()
-    for number in range(first, first + count):
-        if number in numbers:
-            continue
-        if time.monotonic() - started > seconds:
-            break
-        done.append(train_draw(recipe, number))
-        with records.open("a", encoding="utf-8") as file:
-            file.write(json_lines(done[-1:]))
-        print_status(f"{len(done)} of {count}: {done[-1]['drawn']['block']}: {done[-1]['validations'][-1:]}")
-    return report(done)
+    fingerprint = fingerprint_of(recipe, open_prepared(recipe).fingerprint, recipe_settings(draw(0)))
+    runs = [{"number": number} for number in range(first, first + count)]
+    return report(make_missing(records, runs, lambda run: train_draw(recipe, run["number"]), fingerprint, seconds))
 
 
 def train_draw(recipe: Recipe, number: int) -> Record:

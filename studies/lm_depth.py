@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -22,7 +23,7 @@ from deepnmt.batch import Batch
 from deepnmt.config import Recipe, check_recipe
 from deepnmt.data.batching import START, plan_eval
 from deepnmt.data.examples import ExampleStream
-from deepnmt.files import drop_partial_line, markdown_table
+from deepnmt.files import make_parent_folder, markdown_table
 from deepnmt.model.loss import LossSums
 from deepnmt.optim.schedules import learning_rate
 from deepnmt.parallel.build import start_engine
@@ -32,6 +33,7 @@ from deepnmt.tasks.language_model.task import figures
 from deepnmt.tasks.language_model.text import PreparedText, blocks_of
 from deepnmt.tokens import PAD
 from studies.plots import Panel, plot_study
+from studies.runs import Record, fingerprint_of, make_missing
 
 SYSTEMS, PLAIN = ("post_ln", "pre_ln", "b2t"), "nanogpt"
 WIDTH, HEADS, BLOCK, VOCAB = 128, 4, 128, 4000
@@ -155,38 +157,35 @@ def _plain(recipe: Recipe, vocab: int) -> tuple[Step, Losses]:
 
 def study(train: str, valid: str, output: Path, updates: int, seeds: int, depths: list[int], rate: float,
           seconds: float) -> str:
-    """Makes the runs that are not in `output` yet, and returns the table of all that it has.
+    """Makes the runs that are not in `output` yet, and returns the table of all that it has of this text.
 
     Args:
         train, valid: text files.
         seconds: after which no run is started.
     """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    drop_partial_line(output)
-    began = time.monotonic()
+    runs: list[Record] = []
     for seed in range(1, seeds + 1):
         for layers in depths:
             for system in (*SYSTEMS, PLAIN):
-                recipe = recipe_of(output.parent / "lm_depth", train, valid, system, layers, seed, updates, rate)
-                key = {"system": system, "layers": layers, "seed": seed, "updates": updates, "rate": rate}
-                if any(key.items() <= record.items() for record in _records(output)):
-                    continue
-                if time.monotonic() - began > seconds:
-                    return _table(output)
-                PreparedText.prepare(recipe)
-                with output.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(measure(recipe, system)) + "\n")
-    return _table(output)
+                runs.append({"system": system, "layers": layers, "seed": seed, "updates": updates, "rate": rate})
+    make_parent_folder(output, "--output")
+    in_folder = partial(recipe_of, output.parent / "lm_depth", train, valid)
+    first = in_folder(**runs[0])
+    PreparedText.prepare(first)
+    varied = ("model.decoder.block", "model.decoder.layers", "train.updates", "optimizer.lr", "schedule.warmup")
+    fingerprint = fingerprint_of(first, PreparedText.open(first).fingerprint, varied)
+    return _table(make_missing(output, runs, lambda run: measure(in_folder(**run), run["system"]), fingerprint, seconds,
+                               "--output"))
 
 
 def _records(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] if output.exists() else []
 
 
-def _table(output: Path) -> str:
+def _table(runs: Sequence[Record]) -> str:
     """Bits a byte of the seeds, in Markdown."""
     groups: dict[tuple[str, int, int, float], list[dict[str, Any]]] = {}
-    for record in _records(output):
+    for record in runs:
         key = record["system"], record["layers"], record["updates"], record["rate"]
         groups.setdefault(key, []).append(record)
     rows = [("system", "layers", "rate", "tokens", "bits a byte, by seed", "mean ± sd", "CPU seconds a run")]

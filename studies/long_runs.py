@@ -28,9 +28,10 @@ from deepnmt.errors import UserError
 from deepnmt.evaluate.metrics import make_scorers
 from deepnmt.files import markdown_table, read_numbered_log
 from deepnmt.progress import print_status
+from deepnmt.training.task import find_task
 from studies import layers
 from studies.plots import plot_comparison
-from studies.runs import Record, json_lines, known_runs
+from studies.runs import Record, fingerprint_of, is_of, json_lines, known_runs
 from studies.scores import bleu, difference_of_runs, pack, sentence_counts, unpack, with_totals
 
 _VALIDATION = ("update", "perplexity", "bleu", "source_gain", "encoder_common", "cross_attention_entropy")
@@ -59,6 +60,11 @@ class Plan:
                 if number == 0 or arm not in self.only_first:
                     yield arm, seed
 
+    def fingerprint(self, arm: str) -> str:
+        """Of an arm's runs, without the settings of a machine. Raises `UserError` if its data are not prepared."""
+        recipe = load_recipe(str(self.recipe), self.arms[arm])
+        return fingerprint_of(recipe, find_task(recipe.task).open(recipe, False).fingerprint)
+
 
 def read_plan(path: Path) -> Plan:
     """Raises `UserError`: the file cannot be read or is no plan."""
@@ -85,19 +91,26 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
         UserError: a command failed, or a run in `records` is of another plan.
     """
     done = set()
+    fingerprints: dict[str, str] = {}
     for record in known_runs(records):
         arm, own = record["arm"], plan.arms.get(record["arm"])
-        if own is not None and (not {*own} <= {*record["settings"]} or
-                                record.get("recipe", str(plan.recipe)) != str(plan.recipe)):
-            raise UserError(f"{records} has a run of {arm} with another recipe or other settings than the plan's; give "
-                            "another file with --runs")
+        if own is not None:
+            same = record["settings"][:len(own)] == own and record.get("recipe", str(plan.recipe)) == str(plan.recipe)
+            if same and "fingerprint" in record:
+                if arm not in fingerprints:
+                    fingerprints[arm] = plan.fingerprint(arm)
+                same = is_of(record, fingerprints[arm])
+            if not same:
+                raise UserError(f"{records} has a run of {arm} with another recipe, other settings or other data than "
+                                "the plan's; give another file with --runs, or another folder with --output")
         done.add((arm, record["seed"]))
     started = time.monotonic()
     missing = [run for run in plan.runs() if run not in done]
     while missing and time.monotonic() - started < seconds:
         arm, seed = missing.pop(0)
         print_status(f"{arm}, seed {seed}; {len(missing)} more after it")
-        record = train_one(plan, arm, seed, output / f"{arm}_{seed}", settings)
+        fingerprint = plan.fingerprint(arm)  # of what is trained, though the recipe's file may change meanwhile
+        record = {**train_one(plan, arm, seed, output / f"{arm}_{seed}", settings), "fingerprint": fingerprint}
         with records.open("a", encoding="utf-8") as file:
             file.write(json_lines([record]))
         scores = ", ".join(f"{name} {score['bleu']:.1f}" for name, score in record["tests"].items())

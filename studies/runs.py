@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepnmt
-from deepnmt.config import Recipe
+from deepnmt.config import Fact, Recipe, flatten
 from deepnmt.errors import UserError
 from deepnmt.extras.doctor.variants import initialisation
 from deepnmt.files import drop_partial_line, make_parent_folder, read_numbered_log
@@ -93,11 +95,64 @@ def read_runs(
     return records
 
 
-def known_runs(path: Path) -> list[Record]:
-    """The runs of a file that a study adds to, whose folder is made; an unfinished line is dropped."""
-    make_parent_folder(path, "--runs")
+def known_runs(path: Path, option: str = "--runs") -> list[Record]:
+    """The runs of a file that a study adds to, whose folder is made; an unfinished line is dropped. `option` names the
+    file."""
+    make_parent_folder(path, option)
     drop_partial_line(path)
     return [record for _, record in read_numbered_log(path)]
+
+
+def fingerprint_of(recipe: Recipe, data: str, varied: Iterable[str] = ()) -> str:
+    """A hash of what a study's runs have in common: all settings that are not their default, and the prepared data.
+
+    Run folder, seed, threads and the paths of the data are left out. A setting that a later version adds changes
+    nothing while it has its default.
+
+    Args:
+        data: the fingerprint of the prepared data.
+        varied: settings that the study sets for each run.
+    """
+    left_out = {"run", "seed", "parallel.threads", *varied}
+    settings = {}
+    for name, value in flatten(recipe.model_dump(mode="json", exclude_defaults=True)).items():
+        is_path = name.startswith("data.") and type(recipe).is_marked(name, Fact.PATH)
+        if name not in left_out and not is_path:
+            settings[name] = value
+    return hashlib.sha256(json.dumps([settings, data], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def is_of(record: Record, fingerprint: str) -> bool:
+    """Whether a line's run has this fingerprint; older lines have none, and are taken to be."""
+    return bool(record.get("fingerprint", fingerprint) == fingerprint)
+
+
+def make_missing(
+    path: Path, planned: Sequence[Record], make: Callable[[Record], Record], fingerprint: str, seconds: float,
+    option: str = "--runs",
+) -> list[Record]:
+    """Makes the runs that a file lacks until the time is over, each a line of it; returns all its runs with this
+    fingerprint.
+
+    Args:
+        planned: by what the runs are known, the first of their lines.
+        make: trains one of them, and returns the rest of its line.
+        seconds: after which no run is started.
+        option: that names the file.
+    """
+    done = [record for record in known_runs(path, option) if is_of(record, fingerprint)]
+    started = time.monotonic()
+    for number, run in enumerate(planned, 1):
+        if any(run.items() <= record.items() for record in done):
+            continue
+        if time.monotonic() - started > seconds:
+            break
+        done.append({**run, "fingerprint": fingerprint, **make(run)})
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json_lines(done[-1:]))
+        shown = {name: value for name, value in done[-1].items() if not isinstance(value, dict | list)}
+        print_status(f"{number} of {len(planned)}: {shown}")
+    return done
 
 
 def short_run(recipe: Recipe, settings: Mapping[str, Any]) -> list[Record]:

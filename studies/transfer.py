@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from deepnmt.config import Recipe
+from deepnmt.data.prepared import open_prepared
 from deepnmt.extras.doctor.coordinates import Size, at_size
-from deepnmt.progress import print_status
-from studies.runs import Record, json_lines, known_runs, short_run
+from studies.runs import Record, fingerprint_of, make_missing, short_run
 
 RATES = 7  # each twice the one before; the recipe's is in the middle
 SMALL = Size(64, 4, 4)
@@ -51,28 +52,24 @@ def run_all(recipe: Recipe, records: Path, seeds: int, updates: int, seconds: fl
         UserError: the recipe's data are not prepared, or its block cannot carry a rate over.
     """
     at_size(recipe, SMALL, SMALL)
-    done, plan, started = known_runs(records), planned(recipe, seeds), time.monotonic()
-    for run in (run | {"updates": updates} for run in plan):
-        if any(run.items() <= record.items() for record in done):
-            continue
-        if time.monotonic() - started > seconds:
-            break
-        done.append(run | train(recipe, run))
-        with records.open("a", encoding="utf-8") as file:
-            file.write(json_lines(done[-1:]))
-        print_status(f"{len(done)} of {len(plan)}: {done[-1]}")
+    runs = [run | {"updates": updates} for run in planned(recipe, seeds)]
+    fingerprint = fingerprint_of(recipe, open_prepared(recipe).fingerprint, settings_of(runs[0]))
+    done = make_missing(records, runs, partial(train, recipe), fingerprint, seconds)
     return report([record for record in done if record["updates"] == updates])
+
+
+def settings_of(run: Record) -> dict[str, Any]:
+    """The settings of a run, but for the size."""
+    return {"seed": run["seed"], "optimizer.lr": run["rate"], "train.updates": run["updates"],
+            "train.validate_every": run["updates"], "train.save_every": run["updates"], "train.valid_bleu": False,
+            "train.log_every": max(1, run["updates"] // 4)}
 
 
 def train(recipe: Recipe, run: Record) -> Record:
     """Trains one run; its validation loss and what the source is worth, null if it diverged, and its CPU seconds."""
     started = time.process_time()
     sized = at_size(recipe, Size(*run["size"]), SMALL if run["carried"] else None)
-    settings: dict[str, Any] = {
-        "seed": run["seed"], "optimizer.lr": run["rate"], "train.updates": run["updates"],
-        "train.validate_every": run["updates"], "train.save_every": run["updates"], "train.valid_bleu": False,
-        "train.log_every": max(1, run["updates"] // 4)}
-    log = short_run(sized, settings)
+    log = short_run(sized, settings_of(run))
     ended = bool(log) and log[-1]["update"] == run["updates"] and math.isfinite(log[-1]["loss"])
     return {"loss": log[-1]["loss"] if ended else None, "gain": log[-1].get("source_gain") if ended else None,
             "cpu_seconds": round(time.process_time() - started, 1)}

@@ -33,6 +33,10 @@ def test_a_run_is_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     text = collapse.run_draws(recipe, tmp_path / "runs.jsonl", 0, 1, 600)
     assert (tmp_path / "runs.jsonl").read_text(encoding="utf-8") == first and len(first.splitlines()) == 1
     assert text.startswith("1 runs ended of 1") and "| block | post_ln | 1 |" in text
+    monkeypatch.setattr(collapse, "train_draw", lambda recipe, number: json.loads(first) | {"fingerprint": "another"})
+    other = load_recipe(prepared / "recipe.yaml", ["batch.tokens=512"])
+    assert collapse.run_draws(other, tmp_path / "runs.jsonl", 0, 1, 600).startswith("1 runs ended of 1;")
+    assert len((tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()) == 2, "a run of another recipe"
     old = json.loads(first)
     for name in collapse.FURTHER:
         del old["drawn"][name]  # as in the oldest runs

@@ -29,7 +29,8 @@ def test_a_decoder_alone_has_as_many_parameters(changes: dict[str, object]) -> N
 
 
 def test_the_models_read_the_same_and_every_run_is_a_line(
-        prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+        refused: Refused) -> None:
     monkeypatch.setattr("studies.long_runs.deepnmt", lambda command, *words: float(deepnmt(command, list(words))))
     words = [str(prepared / "recipe.yaml"), "train.updates=6", "train.save_every=3", "translate.beam=1",
              "average_last=1", "--output", str(tmp_path), "--seeds", "3", "--alone", "optimizer.lr=0.002"]
@@ -52,6 +53,8 @@ def test_the_models_read_the_same_and_every_run_is_a_line(
     assert one.optimizer.lr == 0.002 != two.optimizer.lr and one.seed == two.seed == 3
     assert main("decoder-only", words) == 0
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 3
+    assert "has a run of decoder_only_target with another recipe, other settings or other data than the plan's" in refused(
+        "decoder-only", *words, "optimizer.lr=0.003")
 
 
 def test_other_recipes_are_refused(prepared: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

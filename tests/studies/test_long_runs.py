@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ arms:
     for old, new in (("updates=6", "updates=7"), (str(prepared / "recipe.yaml"), str(tmp_path / "other.yaml"))):
         (tmp_path / "other" / "plan.yaml").parent.mkdir(exist_ok=True)
         (tmp_path / "other" / "plan.yaml").write_text(plan.read_text(encoding="utf-8").replace(old, new), "utf-8")
-        assert "has a run of shallow with another recipe or other settings than the plan's" in refused(
+        assert "has a run of shallow with another recipe, other settings or other data" in refused(
             "long-runs", tmp_path / "other" / "plan.yaml", *words[1:])
     (tmp_path / "runs.jsonl").unlink()  # as if the study had been stopped before, whose seconds nobody has counted
     monkeypatch.setattr(long_runs, "deepnmt", lambda *words: 1.0)  # has nothing left to do
@@ -59,6 +60,35 @@ arms:
     assert again == {**record, "cpu_seconds": None}
     assert measured[1] == pytest.approx(measured[0], abs=1e-5)  # this process may have other threads
     assert main("long-runs", [*words, "--report"]) == 0 and "| unknown |" in capsys.readouterr().out
+
+
+def test_only_runs_with_the_plans_settings_count(
+        prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, runs = tmp_path / "recipe.yaml", tmp_path / "runs.jsonl"
+    recipe.write_text((prepared / "recipe.yaml").read_text(encoding="utf-8"), encoding="utf-8")
+
+    def trained(plan: Plan, arm: str, seed: int, run: Path, settings: list[str]) -> dict[str, Any]:
+        return {"arm": arm, "seed": seed, "recipe": str(plan.recipe), "settings": [*plan.arms[arm], *settings],
+                "cpu_seconds": 1.0, "tests": {}}
+
+    monkeypatch.setattr(long_runs, "train_one", trained)
+
+    def take(own: list[str], *machine: str) -> str:
+        return long_runs.run_plan(Plan(recipe, {"deep": own}, [1], []), runs, tmp_path, [*machine], 60)
+
+    own = ["optimizer.lr=0.01", "model.ffn=48"]
+    assert take(own, "parallel.precision=bf16") == take(own) == "0 of 1 runs are missing"
+    assert len(runs.read_text(encoding="utf-8").splitlines()) == 1
+    for others in (own[:1], own[1:], own[::-1]):
+        with pytest.raises(UserError, match="has a run of deep with another recipe, other settings or other data"):
+            take(others)
+    recipe.write_text(recipe.read_text(encoding="utf-8").replace("clip: 1.0", "clip: 2.0"), encoding="utf-8")
+    with pytest.raises(UserError, match="has a run of deep with another recipe"):
+        take(own)
+    [record] = [json.loads(line) for line in runs.read_text(encoding="utf-8").splitlines()]
+    del record["fingerprint"]  # as in older lines
+    runs.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    assert take(own) == "0 of 1 runs are missing"
 
 
 def test_all_arms_with_the_first_seed_come_before_the_second() -> None:

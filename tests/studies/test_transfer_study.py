@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import studies.transfer as transfer
-from deepnmt.config import load_recipe
+from deepnmt.config import load_recipe, with_settings
 from deepnmt.extras.doctor.coordinates import Size
+from studies.runs import fingerprint_of, json_lines
 
 
 def test_runs_are_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +24,29 @@ def test_runs_are_recorded_once(prepared: Path, tmp_path: Path, monkeypatch: pyt
     text = transfer.run_all(recipe, runs, 1, 2, 600)
     assert runs.read_text(encoding="utf-8") == first and len(first.splitlines()) == 3
     assert text.startswith("3 runs of 1 seeds") and "| depth | 16 | 2-1 | 0.0" in text
+    monkeypatch.setattr(transfer, "train", lambda *_: {"loss": 9.0, "gain": 0.0, "cpu_seconds": 1.0})
+    text = transfer.run_all(with_settings(recipe, {"batch.tokens": 512}), runs, 1, 2, 600)
+    assert "| 9.000 |" in text and text.startswith("3 runs"), "those of the other recipe are left out"
+    assert len(runs.read_text(encoding="utf-8").splitlines()) == 6
+    old = [json.loads(line) for line in first.splitlines()]
+    for record in old:
+        del record["fingerprint"]  # as in older lines
+    runs.write_text(json_lines(old), encoding="utf-8")
+    transfer.run_all(recipe, runs, 1, 2, 600)
+    assert len(runs.read_text(encoding="utf-8").splitlines()) == 3
+
+
+def test_what_makes_another_run(prepared: Path) -> None:
+    """Not where it lies, its seed and its threads, nor what the study varies."""
+    recipe = load_recipe(prepared / "recipe.yaml")
+    same = with_settings(recipe, {"run": "elsewhere", "seed": 9, "parallel.threads": 2, "data.folder": "moved",
+                                  "data.train.src": "moved.en", "optimizer.lr": 0.1})
+    own = fingerprint_of(recipe, "data", ["optimizer.lr"])
+    assert fingerprint_of(same, "data", ["optimizer.lr"]) == own
+    others = [fingerprint_of(recipe, "others", ["optimizer.lr"]), fingerprint_of(same, "data")]
+    for setting, value in {"batch.tokens": 512, "parallel.ds_config": "zero1.json", "train.init_from": "run"}.items():
+        others.append(fingerprint_of(with_settings(recipe, {setting: value}), "data", ["optimizer.lr"]))
+    assert len({own, *others}) == 6
 
 
 def test_the_best_rate_is_that_of_the_lowest_mean_loss() -> None:
