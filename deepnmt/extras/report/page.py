@@ -255,9 +255,13 @@ def _by_length(runs: Sequence[Evaluated], labels: Sequence[str], name: str) -> s
 
 
 def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, counts: Counter[str] | None) -> str:
+    text = "training text"
+    if len(runs) > 1:
+        text += f" of {labels[0]}"  # that of the other may be another
     if counts is None:
-        return "<h3>By frequency of words</h3><p>The training text is not there any more, so nothing is known.</p>"
-    head = ["times in the training text", "words of the reference"]
+        return (f"<h3>By frequency of words</h3><p>The {escape(text)} is not there any more, so nothing is "
+                "known.</p>")
+    head = [f"times in the {text}", "words of the reference"]
     head += [f"translated, {label}" for label in labels]
     rows = [head]
     total = Counter[int]()
@@ -276,7 +280,7 @@ def _by_frequency(runs: Sequence[Evaluated], labels: Sequence[str], name: str, c
             row.append(f"{100 * hits[number] / total[number]:.1f} %")
         rows.append(row)
     return ("<h3>By frequency of words</h3><p>The share of the reference's words that the translation of the same "
-            "sentence contains, by how often they come in the training text.</p>") + html_table(rows)
+            f"sentence contains, by how often they come in the {escape(text)}.</p>") + html_table(rows)
 
 
 def _best_and_worst(run: Evaluated, name: str) -> list[str]:

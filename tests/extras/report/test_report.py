@@ -179,6 +179,7 @@ def test_a_report_of_one_run(runs: list[config.Recipe], capsys: pytest.CaptureFi
     page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
     assert "<th>comet</th>" in page and ">0.8123<" in page and "comet|command:comet" in page
     assert "<td>another</td>" in page and "The training text is not there" not in page
+    assert "<th>times in the training text</th>" in page
     Path("train.de").unlink()
     page = write_report(runs[:1], "scores.json", run / "report.html").read_text(encoding="utf-8")
     assert "The training text is not there any more, so nothing is known." in page and "By length" in page
@@ -198,6 +199,7 @@ def test_a_report_of_two_runs(
     for text in ("two against one", "two is better in 0 sentences of 18, worse in 6; 12 translations are the same",
                  "Where two is worse by most", "<mark>Haus</mark>", "one has no log.jsonl"):
         assert text in page
+    assert "times in the training text of one<" in page and "how often they come in the training text of one." in page
     assert "is better by most" not in page and page.count("<tr class=first>") == 6
     # the words of the references: each but "Hund" is in the second's translation, and all come 1 to 9 times
     words = [word for line in TARGETS for word in re.findall(r"\w+", line)]
