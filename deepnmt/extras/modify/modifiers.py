@@ -116,12 +116,12 @@ def _take(pair: Pair, places: Sequence[int]) -> None:
 
 def typos(pair: Pair, rate: float, generator: random.Random) -> None:
     """A source word has one character left out, doubled, exchanged with the next or replaced by another letter of the
-    sentence. Words of one character have none."""
+    sentence; it is left out where that changes nothing. Words of one character have none."""
     for place, word in enumerate(pair.source):
         text = word.removeprefix(SPACE)
         if len(text) > 1 and generator.random() < rate:
-            i = _below(len(text) - 1, generator)
             fault = _below(4, generator)
+            i = _below(len(text) - 1 if fault == 2 else len(text), generator)
             if fault == 0:
                 wrong = text[i + 1:]
             elif fault == 1:
@@ -129,7 +129,10 @@ def typos(pair: Pair, rate: float, generator: random.Random) -> None:
             elif fault == 2:
                 wrong = text[i + 1] + text[i] + text[i + 2:]
             else:
-                wrong = _another(text[i], _letters(pair.source), generator) + text[i + 1:]
+                others = [letter for letter in _letters(pair.source) if letter != text[i].lower()]
+                wrong = _another(text[i], others, generator) + text[i + 1:]
+            if wrong == text[i:]:  # two of a kind, a digit drawn again, or a character that is no letter
+                wrong = text[i + 1:]
             pair.source[place] = word[:len(word) - len(text)] + text[:i] + wrong
 
 
