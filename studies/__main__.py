@@ -60,14 +60,15 @@ def compare(words: list[str]) -> None:
     args = parser.parse_args(words)
     from studies.compare import compare_runs, compare_source_use
 
+    pairs = [(name, Path(folder)) for name, _, folder in (word.rpartition("=") for word in args.runs)]
+    short = len({folder.name for _, folder in pairs}) == len(pairs)  # whether that tells the runs apart
     named = {}
-    for word in args.runs:
-        name, _, folder = word.rpartition("=")
-        named[name or folder] = Path(folder)
+    for name, folder in pairs:
+        named[name or (folder.name if short else str(folder))] = folder
     if args.source_use:
         print(compare_source_use(named, args.output, args.title))
     else:
-        print(compare_runs(list(named.values()), args.output, args.title, args.valid))
+        print(compare_runs(named, args.output, args.title, args.valid))
 
 
 def admin_profile(words: list[str]) -> None:

@@ -117,8 +117,12 @@ def _scaled_embeddings(scale: float) -> Any:
 
 def _finished(records: Sequence[Record]) -> list[Record]:
     """Those that did not diverge before."""
-    return [record for record in records if record["validations"] and
-            record["validations"][-1]["update"] == UPDATES and "encoder_common" in record["validations"][-1]]
+    finished = []
+    for record in records:
+        last = record["validations"][-1] if record["validations"] else {}
+        if last.get("update") == UPDATES and math.isfinite(float(last.get("encoder_common", "nan"))):
+            finished.append(record)
+    return finished
 
 
 def report(records: Sequence[Record]) -> str:

@@ -9,9 +9,12 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log, table
 from studies.plots import plot_comparison, plot_source_use
 
+SHOWN = ("loss", "source_gain", "encoder_common")  # of how a run uses its source
 
-def compare_runs(runs: list[Path], picture: Path, title: str, valid: bool = False) -> str:
-    """Plots the loss of every run against updates, and returns a table of it at about six updates.
+
+def compare_runs(runs: dict[str, Path], picture: Path, title: str, valid: bool = False) -> str:
+    """Plots the loss of every run against updates, by the names they are given, and returns a table of it at about six
+    updates.
 
     Args:
         valid: the plain loss of the validation text, instead of the label-smoothed one of training.
@@ -20,8 +23,7 @@ def compare_runs(runs: list[Path], picture: Path, title: str, valid: bool = Fals
         UserError: a folder has no log, no line of training in it, or a log of another kind; the runs have no logged
             update in common; the picture cannot be written.
     """
-    unique = len({run.name for run in runs}) == len(runs)
-    curves = {run.name if unique else str(run): _losses(run, valid) for run in runs}
+    curves = {name: _losses(run, valid) for name, run in runs.items()}
     shared = sorted(set.intersection(*(set(points) for points in curves.values())))
     if not shared:
         raise UserError("the runs have no logged update in common; train them with the same "
@@ -49,8 +51,11 @@ def compare_source_use(runs: dict[str, Path], picture: Path, title: str) -> str:
         log = run / "log.jsonl"
         if not log.is_file():
             raise UserError(f"{run} has no log.jsonl; give the folder of a run that was started")
-        validations[name] = [record for _, record in read_numbered_log(log)
-                             if record.get("type") in ("valid", "look") and "source_gain" in record]
+        validations[name] = []
+        for _, record in read_numbered_log(log):
+            if record.get("type") in ("valid", "look") and "source_gain" in record:
+                figures = {key: float(record[key]) for key in SHOWN if key in record}  # one that diverged has "nan"
+                validations[name].append({"update": record["update"], **figures})
         if not validations[name]:
             raise UserError(f"{log} does not say how the source is used; train the run again with this version")
     plot_source_use(validations, picture, title)

@@ -70,9 +70,15 @@ def train(recipe: Recipe, run: Record) -> Record:
     started = time.process_time()
     sized = at_size(recipe, Size(*run["size"]), SMALL if run["carried"] else None)
     log = short_run(sized, settings_of(run))
-    ended = bool(log) and log[-1]["update"] == run["updates"] and math.isfinite(log[-1]["loss"])
-    return {"loss": log[-1]["loss"] if ended else None, "gain": log[-1].get("source_gain") if ended else None,
-            "cpu_seconds": round(time.process_time() - started, 1)}
+    loss = gain = None
+    if log and log[-1]["update"] == run["updates"]:
+        loss, gain = (_finite(log[-1].get(name)) for name in ("loss", "source_gain"))
+    return {"loss": loss, "gain": None if loss is None else gain, "cpu_seconds": round(time.process_time() - started, 1)}
+
+
+def _finite(value: float | str | None) -> float | None:
+    """A figure of a log, which has text for what is not finite; None for that."""
+    return float(value) if value is not None and math.isfinite(float(value)) else None
 
 
 def best_rate(records: Sequence[Record], size: Size, carried: bool) -> tuple[float, float, bool] | None:

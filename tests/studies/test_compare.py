@@ -34,13 +34,33 @@ def test_compare_plots_and_tabulates(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        write_log(tmp_path / name / "run", {10: 6.0})
+    runs = [str(tmp_path / name / "run") for name in ("x", "y")]
+    for words, names in (([f"Admin={runs[0]}", runs[1]], ["Admin", runs[1]]), (runs, runs), (runs[:1], ["run"])):
+        assert main("compare", [*words, "--output", str(tmp_path / "picture.png")]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == names
+
+
+def test_how_a_run_that_diverged_used_its_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its log has text for what is not finite."""
+    (tmp_path / "run").mkdir()
+    figures = {"loss": 3.0, "source_gain": 0.1, "encoder_common": 0.5}
+    lines = [{"type": "valid", "update": 10, **figures}, {"type": "valid", "update": 20, **dict.fromkeys(figures, "nan")}]
+    (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert main("compare", [str(tmp_path / "run"), "--source-use", "--output", str(tmp_path / "picture.png")]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["run", "20", "nan", "nan"]
+
+
 def test_compare_validations(tmp_path: Path, refused: Refused) -> None:
     for name, perplexities in (("one", {10: 400.0, 20: 100.0}), ("two", {10: 300.0, 20: 200.0})):
         write_log(tmp_path / name, {5: 6.0})
         log = [json.dumps({"type": "valid", "update": u, "loss": 9.0, "perplexity": p})
                for u, p in perplexities.items()]
         (tmp_path / name / "log.jsonl").write_text("\n".join(log) + "\n", encoding="utf-8")
-    text = compare_runs([tmp_path / "one", tmp_path / "two"], tmp_path / "p.png", "Validation", valid=True)
+    text = compare_runs({name: tmp_path / name for name in ("one", "two")}, tmp_path / "p.png", "Validation", valid=True)
     rows = [line.split() for line in text.splitlines()]
     assert rows[:3] == [["update", "10", "20"], ["one", "5.991", "4.605"], ["two", "5.704", "5.298"]]
     write_log(tmp_path / "three", {10: 6.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,17 @@ def test_what_makes_another_run(prepared: Path) -> None:
     for setting, value in {"batch.tokens": 512, "parallel.ds_config": "zero1.json", "train.init_from": "run"}.items():
         others.append(fingerprint_of(with_settings(recipe, {setting: value}), "data", ["optimizer.lr"]))
     assert len({own, *others}) == 6
+
+
+@pytest.mark.parametrize(("last", "found"), [
+    ({"update": 2, "loss": "nan", "source_gain": "nan"}, (None, None)), ({"update": 1, "loss": 3.0}, (None, None)),
+    ({"update": 2, "loss": 3.0, "source_gain": 0.5}, (3.0, 0.5)), ({"update": 2, "loss": 3.0}, (3.0, None))])
+def test_a_run_that_diverged_has_no_loss(
+        last: dict[str, Any], found: tuple[Any, Any], prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "short_run", lambda *_: [last])
+    recipe = load_recipe(prepared / "recipe.yaml", ["model.encoder.block=pre_ln", "model.decoder.block=pre_ln"])
+    record = transfer.train(recipe, {"size": [16, 1, 1], "carried": False, "rate": 1e-3, "seed": 1, "updates": 2})
+    assert (record["loss"], record["gain"]) == found
 
 
 def test_the_best_rate_is_that_of_the_lowest_mean_loss() -> None:
