@@ -238,7 +238,9 @@ def report(file: Path, picture: Path | None, only: Sequence[str] = ()) -> str:
     if picture:
         curves = {name: {point["update"]: point["perplexity"] for point in runs[0]["validations"][1:]}
                   for name, runs in arms.items()}
-        plot_comparison(curves, picture, "Trained to their end, seed 1", "validation perplexity", logarithmic=True)
+        seeds = sorted({runs[0]["seed"] for runs in arms.values()})
+        title = f"Trained to their end, seed {' or '.join(map(str, seeds))}"
+        plot_comparison(curves, picture, title, "validation perplexity", logarithmic=True)
     measured = {name: [run["layers"] for run in runs if run.get("layers")] for name, runs in arms.items()}
     measured = {name: own for name, own in measured.items() if own}
     return "\n\n".join([markdown_table(rows), *([layers.table(measured)] if measured else [])])

@@ -191,11 +191,19 @@ def panels(records: Sequence[Record]) -> list[Panel]:
         for init in dict.fromkeys(runs[0]["system"]["init"] for runs in named.values()):
             chosen = {Variant(**runs[0]["system"]).word: (runs, outcomes[name]) for name, runs in named.items()
                       if runs[0]["system"]["init"] == init}
-            curves = {word: [(INTERVAL * number, fmean(losses))
-                             for number, losses in enumerate(zip(*(run["losses"] for run in runs), strict=False), 1)
-                             if None not in losses] for word, (runs, _) in chosen.items()}
+            curves = {word: _curve(runs) for word, (runs, _) in chosen.items()}
             first = next(iter(chosen.values()))[0][0]
             made.append(Panel(title if init == "auto" else f"{title}, init: {init}", curves,
                               {word: result for word, (_, result) in chosen.items()},
                               {"even guess": first["even"], "frequencies": first["frequencies"]}))
     return made
+
+
+def _curve(runs: Sequence[Record]) -> list[tuple[int, float]]:
+    """The mean losses of an interval's updates, dropped ones among them, by the last of these."""
+    end = min(run["system"]["updates"] + run.get("dropped", 0) for run in runs)
+    curve = []
+    for number, losses in enumerate(zip(*(run["losses"] for run in runs), strict=False), 1):
+        if None not in losses:
+            curve.append((min(INTERVAL * number, end), fmean(losses)))
+    return curve

@@ -439,7 +439,7 @@ def learn_runs(file: Path) -> str:
                         "curve needs 40 or more, see studies/verdict_runs.jsonl")
     others = [example for record in records if not record["trial"].get("source") for example in examples_of(record)]
     most = len(measured) - math.ceil(len(measured) / FOLDS)
-    counts = [most * quarter // 4 for quarter in range(5)]
+    counts = [most * quarter // 4 for quarter in range(0 if others else 1, 5)]  # of no run there is nothing to learn
     tests = learning_curve([examples_of(record) for record in measured], others, counts)
     rows = [["runs learnt from", "right", "log loss"]]
     for count, drawn in zip(counts, tests, strict=True):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,15 @@ def test_outcome() -> None:
     assert outcome({**run, "valid": 4.95}, 5.5) == "stuck"
     assert outcome({**run, "valid": 6.1}, 3.0) == outcome({**run, "valid": None}, 3.0) == "diverged"
     assert outcome({**run, "ended": False}, 3.1) == "diverged"
+
+
+def test_a_curve_ends_with_its_run() -> None:
+    system = asdict(Variant("pre_ln", "pre_ln", 2, warmup=1, updates=25, rate=1.0, seed=1))
+    run = {"system": system, "losses": [3.0, 2.0, 1.0], "dropped": 0, "ended": True, "valid": 1.0, "exchanged": 2.0,
+           "even": 4.0, "frequencies": 3.0}
+    assert panels([run])[0].curves == {"pre_ln": [(10, 3.0), (20, 2.0), (25, 1.0)]}
+    longer = {**run, "dropped": 20, "losses": [3.0, None, None, 2.0, 1.0]}  # updates that were dropped count
+    assert panels([longer])[0].curves == {"pre_ln": [(10, 3.0), (40, 2.0), (45, 1.0)]}
 
 
 def test_a_run_that_is_not_finite(compare: Compare, tmp_path: Path) -> None:

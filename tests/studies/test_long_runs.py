@@ -96,7 +96,7 @@ def test_all_arms_with_the_first_seed_come_before_the_second() -> None:
     assert list(plan.runs()) == [("deep", 1), ("shallow", 1), ("deep", 2)]
 
 
-def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> None:
+def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = tmp_path / "runs.jsonl"
     counts = np.tile([20, 20, 15, 12, 9, 6], (50, 1))
     better = np.tile([20, 20, 18, 16, 14, 12], (50, 1))
@@ -114,6 +114,12 @@ def test_the_report_has_means_deviations_and_what_is_chance(tmp_path: Path) -> N
     assert report(records, None, ["wide=Six layers"]).splitlines()[2].startswith("| Six layers | 2 | 60.0")
     _, _, wide, deep = report(records, None, ["wide", "deep"]).splitlines()
     assert deep.split(" | ")[-1].startswith(f"{-gain:+.2f}, ") and wide.endswith("|  |")
+    titles: list[str] = []
+    monkeypatch.setattr(long_runs, "plot_comparison", lambda curves, picture, title, *_, **more: titles.append(title))
+    report(records, tmp_path / "curves.png")
+    records.write_text(records.read_text(encoding="utf-8").replace('"seed": 1', '"seed": 3'), encoding="utf-8")
+    report(records, tmp_path / "curves.png")
+    assert titles == ["Trained to their end, seed 1", "Trained to their end, seed 3"]
     with pytest.raises(UserError, match="train some first"):
         report(tmp_path / "none.jsonl", None)
     with pytest.raises(UserError, match=r"--arms has tall, but .*runs\.jsonl has deep, wide"):
