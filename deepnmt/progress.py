@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -12,6 +13,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 PLAIN_SECONDS = 30.0  # between two lines if standard error is not a terminal
+# Errors of a stream that nobody reads any more: a closed pipe, a terminal that has gone, a lost file server.
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO, errno.ESTALE)
 
 Progress = Callable[[int], object]  # called with the number of lines, pairs, ... done so far
 
@@ -57,7 +60,10 @@ def show_progress(line: str, *, shown: bool = True, **bar: Any) -> Iterator[Prog
 
 
 class _Lossy:
-    """A text stream that drops what it is given once nobody reads it any more."""
+    """A text stream that drops what it is given once nobody reads it any more.
+
+    What another error keeps from being written, such as a full disk, is lost; the next line is tried again.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -72,10 +78,11 @@ class _Lossy:
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except OSError:  # the pipe is closed, or the terminal gone
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+        except OSError as error:
+            if error.errno in _GONE:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -83,7 +90,7 @@ class _Lossy:
 
 @contextmanager
 def output_may_be_lost() -> Iterator[None]:
-    """Within it, a standard output or error that nobody reads any more is no error.
+    """Within it, a standard output or error that nobody reads any more, or cannot be written now, is no error.
 
     A run whose ssh connection or terminal has ended must still save.
     """

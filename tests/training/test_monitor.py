@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -17,6 +20,7 @@ from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
 from deepnmt.plots import save
 from deepnmt.processes.ranks import Ranks
+from deepnmt.progress import output_may_be_lost, print_status
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
 from deepnmt.training.reporters import Console
@@ -155,6 +159,35 @@ def test_a_full_disk_is_told_once_and_nothing_is_lost(
     monitor.close()
     assert [record["update"] for record in read_log(tmp_path / "log.jsonl")] == [1, 2, 3, 4, 5]
     assert sorted(scalars(tmp_path)["train/loss"]) == [1, 2, 3, 4, 5]
+
+
+class _Disk(io.FileIO):
+    """A file that cannot be written while `error` is set."""
+
+    error = 0
+
+    def write(self, data: Any) -> int:
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        return super().write(data)
+
+
+@pytest.mark.parametrize(("error", "gone"), [(errno.ENOSPC, False), (errno.EAGAIN, False), (errno.EPIPE, True)])
+def test_one_failed_line_does_not_end_a_log(
+    error: int, gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full for a moment takes later lines; a reader that has gone does not come back."""
+    disk = _Disk(tmp_path / "job.log", "w")
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(disk), line_buffering=True))
+    with output_may_be_lost():
+        print_status("update 1")
+        disk.error = error
+        print_status("update 2")
+        disk.error = 0
+        print_status("update 3")
+    lines = (tmp_path / "job.log").read_text().splitlines()
+    assert lines[0] == "update 1" and ("update 3" in lines) is not gone
+    assert (os.readlink(f"/proc/self/fd/{disk.fileno()}") == os.devnull) is gone
 
 
 def test_a_status_that_cannot_be_written_is_told_once(
