@@ -28,8 +28,8 @@ from deepnmt.config import Change, Fact, Recipe, changed_settings, load_recipe
 from deepnmt.config.choices import OPTIMIZERS
 from deepnmt.config.plugins import same_plugins
 from deepnmt.errors import UserError
-from deepnmt.files import make_run_folder, sha256
-from deepnmt.folders import MANIFEST, DamagedFolder
+from deepnmt.files import make_run_folder, sha256, write_json
+from deepnmt.folders import MANIFEST, DamagedFolder, read_json
 from deepnmt.optim.optimizers import moment_names
 from deepnmt.parallel.ds_config import data_ranks
 from deepnmt.processes.agreement import agree_on_folder
@@ -66,6 +66,24 @@ def run_lock(run: Path, ranks: Ranks) -> Iterator[None]:
         ranks.raise_everywhere(take)
         agree_on_folder(run, ranks)
         yield
+
+
+@contextmanager
+def telling_refusal(run: Path, ranks: Ranks) -> Iterator[None]:
+    """Says in the STATUS.json of a run that an attempt to resume it has failed, if what is within raises an exception.
+
+    The run's lock is held. Without this the last attempt's word would stay: who starts a run anew as long as it reads
+    "preempted" would do so for ever.
+    """
+    try:
+        yield
+    except Exception as error:
+        if ranks.first and (run / "STATUS.json").is_file():
+            with suppress(DamagedFolder, OSError):
+                update = read_json(run, "STATUS.json").get("update")
+                write_json(run / "STATUS.json", {"status": "failed", "update": update,
+                                                 "error": f"{type(error).__name__}: {error}"})
+        raise
 
 
 def _take_lock(file: Path, stack: ExitStack) -> None:

@@ -33,7 +33,7 @@ from deepnmt.progress import output_may_be_lost
 from deepnmt.training.divergence import diverged
 from deepnmt.training.dry_run import disk_note
 from deepnmt.training.log import Monitor
-from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock
+from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock, telling_refusal
 from deepnmt.training.stages import end_stages, resume_stages
 from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.status import FINISHED, PREEMPTED
@@ -93,21 +93,22 @@ class Trainer:
         self._not_deleted: FolderWriteError | None = None
         with ExitStack() as held, self.verification.explaining():  # released if anything here fails, else by `close`
             held.enter_context(run_lock(self.run, ranks))
-            checkpoint = agree_on_checkpoint(self.checkpoints, ranks)
             changes: list[Change] = []
-            if checkpoint:
-                fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
-                changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
-                # of this rank: the paths of another machine may differ
-                other_text = any(change.key.startswith(("data.train", "data.valid")) and
-                                 recipe.is_marked(change.key, Fact.PATH) for change in changes)
-                ranks.raise_everywhere(lambda: task.open(recipe, True) if other_text else None)
-                resume_stages(self.stream, self.state)
-            update = self.state.update
-            self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)
+            with telling_refusal(self.run, ranks):
+                checkpoint = agree_on_checkpoint(self.checkpoints, ranks)
+                if checkpoint:
+                    fingerprints = [self.data.fingerprint, *getattr(self.data, "former_fingerprints", ())]
+                    changes, self.state = read_state(checkpoint, recipe, fingerprints, ranks)
+                    # of this rank: the paths of another machine may differ
+                    other_text = any(change.key.startswith(("data.train", "data.valid")) and
+                                     recipe.is_marked(change.key, Fact.PATH) for change in changes)
+                    ranks.raise_everywhere(lambda: task.open(recipe, True) if other_text else None)
+                    resume_stages(self.stream, self.state)
+                update = self.state.update
+                self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)
+            held.push(lambda kind, error, trace: self.report_failure(error))
             self.monitor.status("running", update)
             ranks.raise_everywhere(self._add_reporters)
-            held.push(lambda kind, error, trace: self.report_failure(error))
             on = describe(ranks.device, ranks.world, ranks.local_world, layout.precision)
             self.monitor.event(update, "; ".join(on.values()), **on)
             self.engine = task.start(recipe, layout, self.data, ranks, checkpoint is None)
