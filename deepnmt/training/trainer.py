@@ -107,6 +107,9 @@ class Trainer:
                 update = self.state.update
                 self.monitor = Monitor(self.run, ranks.first, update, recipe.train.updates, task.describe)
             held.push(lambda kind, error, trace: self.report_failure(error))
+            if self.state.validations:  # what the last one showed is still so
+                last = self.state.validations[-1]
+                self.monitor.warning = task.warn(recipe, last["update"], last)
             self.monitor.status("running", update)
             ranks.raise_everywhere(self._add_reporters)
             on = describe(ranks.device, ranks.world, ranks.local_world, layout.precision)

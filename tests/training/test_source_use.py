@@ -175,7 +175,7 @@ COLLAPSING = replace(TRANSLATION, start=collapsing)
 def test_a_run_says_once_that_it_has_collapsed(
         prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], threads: None) -> None:
     run, settings = tmp_path / "run", ["train.validate_every=3", "train.valid_bleu=false", "schedule.warmup=1"]
-    for updates in (6, 9):  # the second resumes
+    for updates in (6, 9, 9):  # the second resumes, the third finds all done
         made = load_recipe(prepared / "recipe.yaml", [f"run={run}", f"train.updates={updates}", *settings])
         assert train(made, ALONE, COLLAPSING) == 0
     said = [record["message"] for record in records(run, "event") if "collapsed" in record["message"]]
