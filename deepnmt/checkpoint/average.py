@@ -130,9 +130,9 @@ def choose_checkpoints(
         return paths[:count]
     chosen = last_consecutive(checkpoints, last)
     if len(chosen) < last:
-        raise UserError(f"the last {last} checkpoints in {checkpoints} were requested, but train.keep_last kept only "
-                        f"{len(chosen)} and older ones were kept for their validation; choose {len(chosen)}, or name "
-                        "the others by their updates")
+        raise UserError(f"the last {last} checkpoints in {checkpoints} were requested, but one before the last "
+                        f"{len(chosen)} was deleted or not written; choose {len(chosen)}, or name the others by their "
+                        "updates")
     return chosen
 
 

@@ -94,19 +94,21 @@ def most_at_once(train: Train) -> int:
 
 
 def last_consecutive(checkpoints: Path, count: int) -> list[Path]:
-    """The last `count` checkpoints, oldest first; fewer if one between them was deleted.
+    """The last `count` checkpoints, oldest first; fewer if one between them was deleted or not written.
 
-    One that is older than a run's last `train.keep_last` was kept for another reason, such as its validation, and
-    others after it may have been deleted. Raises `UserError` for a damaged checkpoint.
+    Older ones may have been kept for their validation where those after them were not. A run saves at every multiple of
+    `train.save_every`, so where such an update lies between two checkpoints, one is missing. Raises `UserError` for a
+    damaged checkpoint.
     """
     paths = list_checkpoints(checkpoints)[-count:]
     for path in paths:
         verify_files(path, (RECIPE,))
-    first = 0
-    for number, path in enumerate(paths, start=1):
-        keep_last = load_recipe(path / RECIPE).train.keep_last  # so many were there when it had been saved, itself too
-        first = max(first, number - keep_last)
-    return paths[first:]
+    for number in range(len(paths) - 1, 0, -1):
+        every = load_recipe(paths[number] / RECIPE).train.save_every
+        due = (update_of(paths[number]) - 1) // every * every  # the last one before
+        if update_of(paths[number - 1]) < due:
+            return paths[number:]
+    return paths
 
 
 def check_average_last(recipe: Recipe) -> None:

@@ -34,7 +34,7 @@ from deepnmt.checkpoint.checkpoint import (
     verify,
     write_checkpoint,
 )
-from deepnmt.checkpoint.retention import check_average_last
+from deepnmt.checkpoint.retention import check_average_last, last_consecutive
 from deepnmt.training.dry_run import describe
 
 VALIDATIONS = [{"update": 10, "value": 3.0}, {"update": 20, "value": 1.0}, {"update": 30, "value": 2.0}]
@@ -164,17 +164,33 @@ def test_each_way_of_choosing(recipe: config.Recipe, tmp_path: Path) -> None:
 
 def test_an_old_best_checkpoint_is_not_one_of_the_last(recipe: config.Recipe) -> None:
     """The run kept two, and 10 for its validation; then it resumed and kept more."""
-    few, more = (recipe.model_copy(update={"train": config.Train(updates=90, keep_last=n), "average_last": n})
-                 for n in (2, 5))
+    few, more = (recipe.model_copy(update={
+        "train": config.Train(updates=90, save_every=10, keep_last=n), "average_last": n}) for n in (2, 5))
     checkpoints = _checkpoints(recipe)
     shutil.rmtree(checkpoints / "update-00000020")
     tiny_run.write(few, 30)
     tiny_run.write(few, 40)
     tiny_run.write(more, 50)
     assert [update_of(path) for path in choose_checkpoints(checkpoints, last=3)] == [30, 40, 50]
-    with user_error(r"^the last 4 checkpoints in .* but train.keep_last kept only 3 .*; choose 3"):
+    with user_error(r"^the last 4 checkpoints in .* but one before the last 3 was deleted or not .*; choose 3"):
         choose_checkpoints(checkpoints, last=4)
     assert _updates(average_run(more)) == [30, 40, 50]
+
+
+@pytest.mark.parametrize(("updates", "chosen"), [
+    ([10, 20, 30, 40], [10, 20, 30, 40]),
+    ([10, 20, 40], [40]),  # 30 was not written, or deleted on a full disk
+    ([10, 20, 23, 30], [10, 20, 23, 30]),  # 23 was the best so far
+    ([7, 10, 18, 23], [23]),  # 18 and 23 are kept as the best, and 20, in between, is not
+    ([7, 10, 18, 20], [7, 10, 18, 20]),
+])
+def test_where_a_checkpoint_is_missing_the_last_ones_begin_after_it(
+        updates: list[int], chosen: list[int], recipe: config.Recipe) -> None:
+    saving = recipe.model_copy(update={"train": config.Train(updates=90, save_every=10, keep_last=9)})
+    shutil.rmtree(_checkpoints(recipe))
+    for update in updates:
+        tiny_run.write(saving, update)
+    assert [update_of(path) for path in last_consecutive(_checkpoints(saving), 9)] == chosen
 
 
 def test_more_to_average_than_is_kept(recipe: config.Recipe) -> None:
