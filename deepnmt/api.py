@@ -50,9 +50,8 @@ from deepnmt.model import overrides
 from deepnmt.model.transformer import Transformer
 from deepnmt.processes.process_group import count_gpus, processes, rank_from_environment
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.status import PREEMPTED
+from deepnmt.training.status import PREEMPTED, SIGNALS
 from deepnmt.training.task import prepare as prepare_data
-from deepnmt.training.trainer import SIGNALS
 from deepnmt.training.trainer import train as train_run
 
 __all__ = ["Hypothesis", "Recipe", "Run", "Scored", "UserError", "average", "load", "prepare", "read_recipe", "train"]

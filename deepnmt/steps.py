@@ -24,12 +24,11 @@ from deepnmt.data.text import corpora_of
 from deepnmt.errors import UserError
 from deepnmt.files import make_parent_folder, write_json
 from deepnmt.progress import print_status
-from deepnmt.training.status import run_status
+from deepnmt.training.status import SIGNALS, run_status
 from deepnmt.visitors import find
 
 Start = Callable[[list[str]], int]  # runs a command, from the words after `deepnmt` to the exit code
 _MAIN = Path(__file__).with_name("__main__.py")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LAUNCHED = ("train", "translate", "evaluate")  # which take several processes
 
 
@@ -169,8 +168,8 @@ def _origin(corpus: Corpus, source: str) -> dict[str, Any]:
 
 
 def starter(launcher: str | None) -> Start:
-    """Runs each command in a process of its own; those that take several, with `launcher`, which ends in deepnmt.
-    Raises `UserError` if that is no command."""
+    """Runs each command in a process of its own; those that take several, with `launcher`, which ends in deepnmt. The
+    exit code of one that a signal has ended is 128 and its number. Raises `UserError` if the launcher is no command."""
     launching: list[str] = []
     if launcher is not None:
         with suppress(ValueError):  # an open quotation mark
@@ -184,13 +183,26 @@ def starter(launcher: str | None) -> Start:
         if launcher is not None and words[0] in _LAUNCHED:
             program, command = launcher, launching
         print_status(f"$ {program} {shlex.join(words)}")
-        with subprocess.Popen([*command, *words]) as process:
+        # a session of its own: of the terminal's Ctrl-C it gets what is handed on, and no second one from the terminal
+        with subprocess.Popen([*command, *words], start_new_session=True) as process:
             # so that training saves: subprocess.run would kill it
-            before = {number: signal.signal(number, lambda n, _: process.send_signal(n)) for number in _SIGNALS}
+            before = {number: signal.signal(number, lambda n, _: process.send_signal(n)) for number in SIGNALS}
             try:
-                return process.wait()
+                code = process.wait()
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
+        if code >= 0:
+            return code
+        print_status(f"{words[0]} was ended by {_name(-code)}")
+        return 128 - code  # as a shell has it
 
     return start
+
+
+def _name(number: int) -> str:
+    """SIGKILL for 9; those without a name as a number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from deepnmt.folders import DamagedFolder, read_json
 
 # Exit codes of `deepnmt status`, and of training: 75 is "try again" in sysexits.
 FINISHED, ENDED, FAILED, RUNNING, PREEMPTED = 0, 1, 2, 3, 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # at which a run saves and stops
 
 
 @dataclass(frozen=True)

@@ -36,13 +36,12 @@ from deepnmt.training.log import Monitor
 from deepnmt.training.resume import agree_on_checkpoint, read_state, run_lock, telling_refusal
 from deepnmt.training.stages import end_stages, resume_stages
 from deepnmt.training.state import Interval, TrainState
-from deepnmt.training.status import FINISHED, PREEMPTED
+from deepnmt.training.status import FINISHED, PREEMPTED, SIGNALS
 from deepnmt.training.task import Figures, Task, Validation, find_task
 from deepnmt.training.updates import FinishedUpdate, UpdateHook, updates
 from deepnmt.training.verification import AT_ONCE, Verification
 from deepnmt.visitors import find, require_visitors, visitor_modules
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)  # at which a run saves and stops
 _TOO_LARGE = ("set parallel.recompute_layers, or let ZeRO share more, and the same command resumes from the newest "
               "checkpoint; or lower batch.tokens, in another run")
 

@@ -24,7 +24,7 @@ from deepnmt.cli import main
 from deepnmt.model.dropout import seed_dropout
 from deepnmt.processes.host import quiet_libraries
 from deepnmt.training.log import Monitor
-from deepnmt.training.trainer import SIGNALS
+from deepnmt.training.status import SIGNALS
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"train.updates": 6, "train.validate_every": 6, "train.valid_bleu": False}

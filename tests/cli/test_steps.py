@@ -221,6 +221,36 @@ def test_a_step_is_a_process_that_gets_signals(tmp_path: Path, monkeypatch: pyte
         assert starter("true")([command, str(tmp_path / "none.yaml")]) == 2
 
 
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (15, "SIGTERM"), (40, "signal 40")])
+def test_a_step_that_a_signal_ends_is_told(number: int, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert starter(f"sh -c 'kill -{number} $$'")(["train", "my.yaml"]) == 128 + number
+    assert capsys.readouterr().err.endswith(f"\ntrain was ended by {name}\n")
+
+
+def test_ctrl_c_reaches_a_step_once(tmp_path: Path) -> None:
+    """A terminal sends it to its whole process group; a second one would interrupt what the step cleans up."""
+    program = tmp_path / "launch.py"
+    program.write_text(f"""
+import os, time
+try:
+    open({str(tmp_path / 'ready')!r}, "w").close()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(0.3)
+    os._exit(7)
+""", encoding="utf-8")
+    code = ("import sys\nfrom deepnmt.steps import starter\n"
+            f"sys.exit(starter({f'{sys.executable} {program}'!r})(['train', 'my.yaml']))")
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True,
+                          cwd=Path(__file__).parents[2]) as process:
+        while not (tmp_path / "ready").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 7
+
+
 def test_processes_that_prepare_do_not_run_the_program_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """They import their parent's program, as `multiprocessing` does with this name."""
     monkeypatch.setattr(sys, "path", [*sys.path])

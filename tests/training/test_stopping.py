@@ -24,8 +24,8 @@ from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import FolderWriteError
 from deepnmt.processes.process_group import processes
-from deepnmt.training.status import FAILED, FINISHED, PREEMPTED, run_status
-from deepnmt.training.trainer import SIGNALS, Trainer, train
+from deepnmt.training.status import FAILED, FINISHED, PREEMPTED, SIGNALS, run_status
+from deepnmt.training.trainer import Trainer, train
 
 UPDATES = 7
 
@@ -174,21 +174,21 @@ def test_no_space_for_the_last_checkpoint(prepared: Path, tmp_path: Path, stop_i
     assert "finished" not in events and "resumes from here" not in events
 
 
+@pytest.mark.parametrize(("words", "why"), [
+    ("seed=8", "holds a run begun with other settings"), ("train.log_every=4", "no such tracker")])
 def test_a_refused_resume_is_not_preempted_any_more(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, why: str, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a script that starts the run again at `preempted` does so for ever."""
     def refuse(_: Trainer) -> None:
         raise UserError("no such tracker")
 
-    for attempts, words, why in ((1, "seed=8", "holds a run begun with other settings"),
-                                 (2, "train.log_every=3", "no such tracker")):
-        assert attempt(prepared, tmp_path, 2 * attempts) == PREEMPTED == run_status(tmp_path).code
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=why):
-            patch.setattr(Trainer, "_add_reporters", refuse)
-            attempt(prepared, tmp_path, 0, words)
-        status = run_status(tmp_path)
-        assert status.code == FAILED and f"at update {2 * attempts}, " in status.sentence and why in status.sentence
+    assert attempt(prepared, tmp_path, 2) == PREEMPTED == run_status(tmp_path).code
+    monkeypatch.setattr(Trainer, "_add_reporters", refuse)
+    with pytest.raises(UserError, match=why):
+        attempt(prepared, tmp_path, 0, words)
+    status = run_status(tmp_path)
+    assert status.code == FAILED and "at update 2, " in status.sentence and why in status.sentence
 
 
 def test_all_processes_fail_with_the_last_checkpoint_and_one_reports_it(
