@@ -171,7 +171,9 @@ class Trainer:
         settings, state = self.recipe.train, self.state
         if threading.current_thread() is threading.main_thread():  # no other may
             for number in SIGNALS:
-                if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN):  # nohup's
+                ignored = signal.getsignal(number) == signal.SIG_IGN
+                # by nohup, and by a shell whose background job this is
+                if not (ignored and number in (signal.SIGHUP, signal.SIGINT)):
                     signal.signal(number, self._on_signal)
         if self._validation_due():  # the run was stopped after this update, before its validation
             self._validate()

@@ -39,7 +39,9 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def attempt(prepared: Path, run: Path, stop_in: int = 0, *overrides: str) -> int:
+def attempt(
+    prepared: Path, run: Path, stop_in: int = 0, *overrides: str, signal_number: int = signal.SIGTERM
+) -> int:
     """Trains on one process, logging every 3 updates and validating every 2; stopped in update `stop_in`."""
     recipe = load_recipe(prepared / "recipe.yaml", [
         f"run={run}", f"train.updates={UPDATES}", "train.log_every=3", "train.validate_every=2", "train.save_every=100",
@@ -48,7 +50,7 @@ def attempt(prepared: Path, run: Path, stop_in: int = 0, *overrides: str) -> int
     @contextmanager
     def around(number: int) -> Iterator[None]:
         if number == stop_in:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal_number)
         yield
 
     with processes(1) as ranks:
@@ -189,6 +191,13 @@ def test_a_refused_resume_is_not_preempted_any_more(
         attempt(prepared, tmp_path, 0, words)
     status = run_status(tmp_path)
     assert status.code == FAILED and "at update 2, " in status.sentence and why in status.sentence
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_the_parent_ignores(number: int, prepared: Path, tmp_path: Path) -> None:
+    """As nohup does, and a shell for a job in the background, which Ctrl-C is not for."""
+    signal.signal(number, signal.SIG_IGN)
+    assert attempt(prepared, tmp_path, 2, "train.updates=3", signal_number=number) == FINISHED
 
 
 def test_all_processes_fail_with_the_last_checkpoint_and_one_reports_it(
