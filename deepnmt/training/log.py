@@ -33,7 +33,7 @@ class Monitor:
     def __init__(self, folder: Path, active: bool, update: int, updates: int,
                  describe: Describe = lambda record: "") -> None:
         self.folder, self.active, self.first = folder, active, update
-        self._passed = deque([(update, time.monotonic())])  # updates, and when
+        self.begin()
         self.warning: str | None = None  # stands in STATUS.json
         self.reporters: list[Reporter] = []
         self._failing: set[tuple[str, str]] = set()  # reporters, and what they fail at
@@ -50,6 +50,10 @@ class Monitor:
         with self._attempt(board, "record"):
             board.begin()
         self.reporters = [StatusFile(folder / "STATUS.json"), log, board, self._console]
+
+    def begin(self) -> None:
+        """The updates begin: the ETA counts the time from here, so without that of the start."""
+        self._passed = deque([(self.first, time.monotonic())])  # updates, and when
 
     def print_line(self, message: str) -> None:
         """Prints a line to standard error, above the progress bar."""

@@ -182,6 +182,7 @@ class Trainer:
         if self._ended():
             return self._finish()
         heartbeat.begin(heartbeat.UPDATE)
+        self.monitor.begin()
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
             if self.saver.done():

@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ import pytest
 from matplotlib.figure import Figure
 from run_files import scalars
 
+from deepnmt.config import Recipe, load_recipe
+from deepnmt.data.prepared import PreparedData
 from deepnmt.errors import UserError
 from deepnmt.files import drop_partial_line, make_parent_folder, make_run_folder, read_log, write_text
+from deepnmt.parallel.ds_config import Layout
+from deepnmt.parallel.engine import Engine
 from deepnmt.plots import save
 from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import output_may_be_lost, print_status
@@ -25,6 +30,7 @@ from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
 from deepnmt.training.reporters import Console
 from deepnmt.training.resume import run_lock
+from deepnmt.training.trainer import train
 
 RECORD = {"epoch": 3, "loss": 4.25, "perplexity": 51.0, "learning_rate": 2.5e-4, "gradient_norm": 1.75,
           "loss_scale": 4096.0, "target_tokens_per_second": 1234.0, "target_tokens": 98765, "skipped_updates": 2,
@@ -76,6 +82,20 @@ def test_a_slow_beginning_does_not_spoil_the_eta(tmp_path: Path, monkeypatch: py
     monkeypatch.undo()
     monitor.close()
     assert [record["seconds_left"] for record in read_log(tmp_path / "log.jsonl")] == [8100.0, 80.0, 70.0, 60.0]
+
+
+def test_the_start_is_no_part_of_the_eta(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 10,000 seconds: an Admin profile, for example."""
+    real = time.monotonic
+
+    def start(recipe: Recipe, layout: Layout, data: PreparedData, ranks: Ranks, initialise: bool) -> Engine:
+        monkeypatch.setattr(time, "monotonic", lambda: real() + 10_000)
+        return TRANSLATION.start(recipe, layout, data, ranks, initialise)
+
+    recipe = load_recipe(prepared / "recipe.yaml", [f"run={tmp_path}", "train.updates=2", "train.valid_bleu=false"])
+    assert train(recipe, Ranks.alone(), replace(TRANSLATION, start=start)) == 0
+    first, _ = [record for record in read_log(tmp_path / "log.jsonl") if record["type"] == "train"]
+    assert first["seconds_left"] < 5000
 
 
 def test_only_rank_0_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
