@@ -185,12 +185,8 @@ class Trainer:
         self.monitor.begin()
         for done in updates(self.engine, self.stream, self.recipe, state, self.ranks, self.hook,
                             lambda: self.stop_signal != 0):
-            if self.saver.done():
-                self._settle()
             if done.measured:
                 self.monitor.probe(done.number, done.measured)
-            if not done.stats.applied:
-                self._report_dropped(done)
             if state.interval.applied and (state.update % settings.log_every == 0 or state.update == settings.updates):
                 self._report(state.interval)
                 state.interval = Interval()
@@ -201,6 +197,10 @@ class Trainer:
             self._end_stages()  # by its patience
             ended = self._ended() and not self._validation_due()
             due = state.update > 0 and state.update % settings.save_every == 0  # the first update may be dropped
+            if self.saver.done():  # after the reports of this update, with which it may be saved
+                self._settle()
+            if not done.stats.applied:  # after what the log says of the update before: a resume from it cuts off here
+                self._report_dropped(done)
             if due or improved or ended or done.stop:
                 self._save(last=ended or done.stop)
             if ended:
@@ -241,7 +241,7 @@ class Trainer:
     def _report_dropped(self, done: FinishedUpdate) -> None:
         """Reports a dropped update; raises `Diverged` if it was one too many."""
         scale = done.stats.loss_scale
-        self.monitor.event(self.state.update, f"skipped update {done.number}: its gradient is not finite "
+        self.monitor.event(done.number, f"skipped update {done.number}: its gradient is not finite "
                            f"(loss scale {scale:g})", loss=str(done.stats.loss))
         if done.give_up:
             heartbeat.begin("")  # to be explained

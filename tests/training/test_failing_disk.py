@@ -16,6 +16,7 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from deepnmt.files import read_log
 from deepnmt.folders import FolderWriteError
 from deepnmt.processes.ranks import Ranks
 from deepnmt.training.trainer import Trainer
+from deepnmt.training.updates import UpdateHook
 
 LONG = bool(os.environ.get("DEEPNMT_LONG"))
 EVERY_DAY = 6  # numbers of each error tried
@@ -162,7 +164,8 @@ def test_a_profile_is_whole_or_its_fault_is_told(failing: Warm, prepared: Path, 
 
 
 def run_with(
-    prepared: Path, run: Path, full: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, *overrides: str
+    prepared: Path, run: Path, full: Callable[[], bool], monkeypatch: pytest.MonkeyPatch, *overrides: str,
+    hook: UpdateHook = lambda number: nullcontext(),
 ) -> tuple[Trainer, int]:
     """A run whose checkpoints cannot be written while the disk is `full`."""
     def publish(saver: Saver, *arguments: Any) -> int:
@@ -173,7 +176,7 @@ def run_with(
     real = Saver._publish
     monkeypatch.setattr(Saver, "_publish", publish)
     recipe = load_recipe(prepared / "recipe.yaml", [f"run={run}", "train.valid_bleu=false", *overrides])
-    made = Trainer(recipe, Ranks.alone())
+    made = Trainer(recipe, Ranks.alone(), watch=lambda *_: hook)
     try:
         return made, made.run_to_end()
     finally:
@@ -193,19 +196,43 @@ def test_an_old_checkpoint_makes_room(prepared: Path, tmp_path: Path, monkeypatc
     assert told[0] == "the disk is full; update-00000001 was deleted to make room for a newer checkpoint"
 
 
+def done_when_asked(saver: Saver) -> bool:
+    """In place of `Saver.done`, which also says that it is still writing."""
+    return saver._writing is not None and (saver._writing.exception() is not None or True)
+
+
 def test_the_last_validation_is_saved_where_room_was_made_before_it(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save of update 12 fails while 13, the last, is computed: so 13 is saved at once, and again once validated."""
-    def done(saver: Saver) -> bool:
-        return saver._writing is not None and (saver._writing.exception() is not None or True)
-
-    monkeypatch.setattr(Saver, "done", done)  # as soon as it can be
+    """The save of update 12 fails while 13, the last, is computed: so 13 is saved at once, with its validation."""
+    monkeypatch.setattr(Saver, "done", done_when_asked)
     writes = iter([False, False, True])
     _, code = run_with(prepared, tmp_path, lambda: next(writes, False), monkeypatch, "train.updates=13",
                        "train.save_every=4", "train.keep_last=9", "train.validate_every=13", "train.max_failed_saves=2")
     assert code == 0
     assert list(read_scores(tmp_path / "checkpoints")) == [13]
+
+
+def test_a_checkpoint_for_which_room_was_made_has_what_was_reported(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of update 6 fails while 7 is computed, so 7 is saved; killed in 8, the run does not log 7 twice."""
+    @contextmanager
+    def killed(number: int) -> Iterator[None]:
+        if number == 8:
+            raise RuntimeError("killed")
+        yield
+
+    monkeypatch.setattr(Saver, "done", done_when_asked)
+    writes = iter([False, False, False, True])  # of 1, which is the best, 2 and 4; then of 6
+    words = ("train.updates=8", "train.save_every=2", "train.keep_last=9", "train.validate_every=1",
+             "optimizer.lr=1.0e-12")
+    with pytest.raises(RuntimeError, match="killed"):
+        run_with(prepared, tmp_path, lambda: next(writes, False), monkeypatch, *words, hook=killed)
+    assert [update_of(path) for path in list_checkpoints(tmp_path / "checkpoints")] == [1, 4, 7]
+    assert run_with(prepared, tmp_path, lambda: False, monkeypatch, *words)[1] == 0
+    for kind in ("train", "valid"):
+        assert [r["update"] for r in read_log(tmp_path / "log.jsonl") if r["type"] == kind] == [*range(1, 9)], kind
 
 
 @pytest.mark.parametrize("most", [1, 3])

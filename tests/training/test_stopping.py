@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -19,13 +20,16 @@ from warm import Warm
 from deepnmt import folders
 from deepnmt.checkpoint.checkpoint import find_checkpoint, list_checkpoints, weights_in
 from deepnmt.cli import COMMANDS, main
-from deepnmt.config import load_recipe
+from deepnmt.config import Recipe, load_recipe
 from deepnmt.errors import UserError
 from deepnmt.files import read_log
 from deepnmt.folders import FolderWriteError
+from deepnmt.parallel.engine import Engine
 from deepnmt.processes.process_group import processes
+from deepnmt.processes.ranks import Ranks
 from deepnmt.training.status import FAILED, FINISHED, PREEMPTED, SIGNALS, run_status
 from deepnmt.training.trainer import Trainer, train
+from deepnmt.training.updates import UpdateHook
 
 UPDATES = 7
 
@@ -198,6 +202,38 @@ def test_a_signal_that_the_parent_ignores(number: int, prepared: Path, tmp_path:
     """As nohup does, and a shell for a job in the background, which Ctrl-C is not for."""
     signal.signal(number, signal.SIG_IGN)
     assert attempt(prepared, tmp_path, 2, "train.updates=3", signal_number=number) == FINISHED
+
+
+def test_a_dropped_update_is_logged_once(prepared: Path, tmp_path: Path) -> None:
+    """Killed after it, the run drops it again."""
+    def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
+        tried: list[int] = []
+
+        @contextmanager
+        def around(number: int) -> Iterator[None]:
+            tried.append(number)
+            if number == killed_in:
+                raise RuntimeError("killed")
+            weight = next(engine.module.parameters())
+            kept = weight.detach().clone()
+            if tried.count(number) == 1 and number == 4:
+                weight.data.fill_(math.nan)
+            yield
+            if weight.isnan().any():
+                weight.data.copy_(kept)
+
+        return around
+
+    recipe = load_recipe(prepared / "recipe.yaml", [
+        f"run={tmp_path}", "train.updates=6", "train.save_every=3", "train.validate_every=99",
+        "train.valid_bleu=false"])
+    killed_in = 5
+    with pytest.raises(RuntimeError, match="killed"):
+        train(recipe, Ranks.alone(), watch=watch)
+    killed_in = 0
+    assert train(recipe, Ranks.alone(), watch=watch) == FINISHED
+    skipped = [update for message, update in log(tmp_path, "event", "message", "update") if "skipped" in message]
+    assert skipped == [4]
 
 
 def test_all_processes_fail_with_the_last_checkpoint_and_one_reports_it(
