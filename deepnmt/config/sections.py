@@ -47,7 +47,11 @@ from deepnmt.config.fields import FILE_NAME, By, Fact, Fault, For, Section, eith
 from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
-OWN_FIGURES = ("loss", "perplexity", "best", "signature", "sentences", "score", "mbr")  # not for metrics of users
+OWN_FIGURES = (  # what a validation or a score has besides, so no names for metrics of users
+    "loss", "perplexity", "best", "signature", "sentences", "score", "mbr",
+    "type", "update", "value", "metrics", "training_seconds",
+    "source_gain", "encoder_common", "decoder_common", "cross_attention_entropy",
+)
 SEARCHING = ("translate", "score", "evaluate")  # what is done with a trained model
 READY = "evaluate --hypotheses"  # which scores translations without a model
 Precision = Literal["fp32", "bf16", "fp16"]

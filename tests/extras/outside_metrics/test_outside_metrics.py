@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from deepnmt.cli import main
 from deepnmt.config import check_recipe, load_recipe
 from deepnmt.evaluate.evaluate import evaluate_run
 from deepnmt.extras.outside_metrics.program import Program
+from deepnmt.tasks.translation.source_use import SourceUse
 
 SOURCES = [f"a sentence with the number {number}" for number in range(40)]
 REFERENCES = [f"ein Satz mit der Nummer {number}" for number in range(40)]
@@ -263,5 +265,7 @@ def test_settings(place: Path) -> None:
     ):
         with user_error(fault):
             with_metric(**{"command": "true {hyp}", **change})
-    with user_error("metrics.bleu has the name of something else"):
-        load_recipe("demo/admin_18l-18l", [f"metrics.bleu.command={shlex.quote('x {hyp}')}"])
+    figures = [field.name for field in fields(SourceUse)]
+    for name in ("bleu", "type", "update", "value", "metrics", "training_seconds", *figures):
+        with user_error(f"metrics.{name} has the name of something else"):
+            load_recipe("demo/admin_18l-18l", [f"metrics.{name}.command={shlex.quote('x {hyp}')}"])
