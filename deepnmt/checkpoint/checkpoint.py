@@ -123,16 +123,16 @@ def is_checkpoint(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (MANIFEST, STATE))
 
 
-def check_target(target: Path, what: str, resumes: bool = False) -> Path:
+def check_target(target: Path, what: str, replaces: bool = False) -> Path:
     """The folder that `what` is to be written to: `target`, or where it leads if it is a link, which stays. Raises
-    `UserError` if it exists and is not a checkpoint; or is one that training resumes from, unless what is written
-    `resumes`, too."""
+    `UserError` if it exists and is not a checkpoint; or is one from which training can resume, unless `what`
+    `replaces` it."""
     if target.is_symlink():
         target = Path(os.path.realpath(target))
     if target.exists() and not is_checkpoint(target):
         raise UserError(f"{target} exists and is not a checkpoint; give another folder for {what}")
-    if not resumes and any(target.glob("*moments*")):  # a damaged one may be replaced
-        raise UserError(f"{target} is a checkpoint from which training can resume, as it cannot from {what}; give "
+    if not replaces and any(target.glob("*moments*")):  # a damaged one may be replaced
+        raise UserError(f"{target} is a checkpoint from which training can resume, and {what} would replace it; give "
                         "another folder")
     return target
 

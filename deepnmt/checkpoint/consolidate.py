@@ -21,24 +21,29 @@ from deepnmt.checkpoint.checkpoint import (
 )
 from deepnmt.errors import UserError
 
+DEFAULT = "consolidated"  # the folder in a run that is written if none is named
+
 
 def consolidate(source: Path, target: Path) -> Path:
     """Writes a checkpoint in shards as one whose weights and moments are in one file each, one tensor after the other.
 
     Args:
         source: the checkpoint, or a run folder, of which the newest is taken.
-        target: the folder to write. It may be the checkpoint itself, which the new one replaces when it is complete.
+        target: the folder to write. It may be the checkpoint itself, or the `DEFAULT` one of an earlier call, which the
+            new one replaces when it is complete.
 
     Returns:
         The folder written.
 
     Raises:
-        UserError: there is no checkpoint in shards, it is damaged, or `target` exists and is no checkpoint.
+        UserError: there is no checkpoint in shards, it is damaged, or `target` exists and is no checkpoint, or another
+            one from which training can resume.
         FolderWriteError: it cannot be written.
     """
     source = find_checkpoint(source, "newest")
-    itself = os.path.realpath(target) == os.path.realpath(source)
-    target = check_target(target, "the consolidated checkpoint", resumes=itself)
+    place = Path(os.path.realpath(target))
+    replaces = place.name == DEFAULT or place == Path(os.path.realpath(source))
+    target = check_target(target, "the consolidated checkpoint", replaces)
     manifest = verify_files(source, None)
     if manifest["format"] != folders.SHARDED:
         raise UserError(f"{source} is in one file already; it can be used as it is")

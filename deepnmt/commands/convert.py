@@ -25,10 +25,10 @@ def consolidate(words: list[str]) -> None:
                         "it then replaces (default: RUN/consolidated)")
     args, recipe = parse(parser, words)
     settable(args, ["run"], "a checkpoint is rewritten as it is")
-    from deepnmt.checkpoint.consolidate import consolidate
+    from deepnmt.checkpoint.consolidate import DEFAULT, consolidate
 
-    source, target = Path(checkpoint_of(args.checkpoint, recipe) or recipe.run), Path(recipe.run) / "consolidated"
-    print(consolidate(source, Path(args.output) if args.output else target))
+    source = Path(checkpoint_of(args.checkpoint, recipe) or recipe.run)
+    print(consolidate(source, Path(args.output or Path(recipe.run) / DEFAULT)))
 
 
 GROUP = EXAMINE

@@ -358,7 +358,7 @@ def test_a_folder_of_something_else_is_not_replaced(recipe: config.Recipe, tmp_p
     assert (tmp_path / "thesis" / "chapter").read_text() == "1"
     newest = _checkpoints(recipe) / "update-00000040"
     before = sorted(newest.iterdir())
-    with user_error("update-00000040 is a checkpoint from which training can resume, as it cannot from the average"):
+    with user_error("update-00000040 is a checkpoint from which training can resume, and the average would replace it"):
         average_run(recipe, last=2, output=newest)
     assert sorted(newest.iterdir()) == before
 

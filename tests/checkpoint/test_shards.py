@@ -162,6 +162,7 @@ def test_models_and_averages_are_those_of_one_file(run: Path, sharded: Path, tmp
 
 
 def test_consolidated_shards_are_the_files_of_one_process(run: Path, sharded: Path, tmp_path: Path) -> None:
+    assert consolidate(sharded, tmp_path / "consolidated") == consolidate(sharded, tmp_path / "consolidated")
     folder = consolidate(sharded, tmp_path / "whole")
     one = run / "one_file" / "update-00000010"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
@@ -179,6 +180,10 @@ def test_consolidated_shards_are_the_files_of_one_process(run: Path, sharded: Pa
     other = shutil.copytree(sharded, tmp_path / "update-00000005")
     with user_error("is a checkpoint from which training can resume"):
         consolidate(sharded, other)
+    (tmp_path / "consolidated").rename(tmp_path / "before")
+    (tmp_path / "consolidated").symlink_to(other)
+    with user_error("update-00000005 is a checkpoint from which training can resume"):
+        consolidate(sharded, tmp_path / "consolidated")
 
 
 @pytest.mark.parametrize("name", ["index.json", "weights-00001.safetensors", "moments-00002.safetensors"])

@@ -279,7 +279,7 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with user_error("file cannot be written: File exists; set --output to a folder"):
         save_folded(tmp_path / "run", tmp_path / "file" / "folded")
-    with user_error("is a checkpoint from which training can resume, as it cannot from the folded model"):
+    with user_error("is a checkpoint from which training can resume, and the folded model would replace it"):
         save_folded(tmp_path / "run", source)
     save_folded(tmp_path / "run", tmp_path / "folded")
     with user_error("is the checkpoint to fold"):
