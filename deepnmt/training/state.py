@@ -23,7 +23,6 @@ class Interval:
     gradient_norm: float = 0.0
     seconds: float = 0.0
     applied: int = 0
-    updates: int = 0
     rate: float = 0.0
     loss_scale: float = 1.0
     figures: dict[str, float] = field(default_factory=dict)
@@ -42,7 +41,7 @@ class Interval:
             former |= getattr(visitor, "FORMER_FIGURES", {})
         interval = cls(**{name: value for name, value in numbers.items() if name in own})  # type: ignore[arg-type]
         for name, value in numbers.items():
-            if name not in own and value:
+            if name not in own and value and name != "updates":  # which older checkpoints count
                 interval.figures[former.get(name, name)] = value
         return interval
 

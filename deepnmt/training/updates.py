@@ -132,7 +132,6 @@ def updates(
         else:
             state.skipped += 1
         seconds = time.monotonic() - started
-        interval.updates += 1
         interval.seconds += seconds
         interval.rate, interval.loss_scale = rate, stats.loss_scale
         state.seconds += seconds

@@ -14,7 +14,7 @@ import deepnmt
 from deepnmt.data.arrays import SideWriter, Split
 from deepnmt.data.batching import Stream
 from deepnmt.processes.ranks import Ranks
-from deepnmt.training.state import TrainState
+from deepnmt.training.state import Interval, TrainState
 from deepnmt.training.updates import updates
 
 PACKAGE = Path(deepnmt.__file__).parent
@@ -45,3 +45,8 @@ def test_an_update_runs_through_the_files_that_the_architecture_page_lists(tmp_p
     _, _, paragraph = page.partition("**An update runs through")
     listed = re.findall(r"`(\w[\w/]*\.py)`", paragraph.partition("\n\n")[0])
     assert files == set(listed) and len(listed) == len(files)
+
+
+def test_what_older_checkpoints_count_is_no_figure() -> None:
+    assert Interval.from_saved({"loss": 2.0, "updates": 3, "alignment_loss": 1.0}) == Interval(
+        loss=2.0, figures={"alignment_loss": 1.0})
