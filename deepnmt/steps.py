@@ -7,6 +7,7 @@ continues where an earlier one was stopped.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -183,10 +184,14 @@ def starter(launcher: str | None) -> Start:
         if launcher is not None and words[0] in _LAUNCHED:
             program, command = launcher, launching
         print_status(f"$ {program} {shlex.join(words)}")
-        # a session of its own: of the terminal's Ctrl-C it gets what is handed on, and no second one from the terminal
-        with subprocess.Popen([*command, *words], start_new_session=True) as process:
+        with subprocess.Popen([*command, *words]) as process:
+
+            def hand_on(number: int, _: object) -> None:
+                if number != signal.SIGINT or not _has_terminal():  # the terminal sends Ctrl-C to the step, too
+                    process.send_signal(number)
+
             # so that training saves: subprocess.run would kill it
-            before = {number: signal.signal(number, lambda n, _: process.send_signal(n)) for number in SIGNALS}
+            before = {number: signal.signal(number, hand_on) for number in SIGNALS}
             try:
                 code = process.wait()
             finally:
@@ -198,6 +203,15 @@ def starter(launcher: str | None) -> Start:
         return 128 - code  # as a shell has it
 
     return start
+
+
+def _has_terminal() -> bool:
+    """Whether this process, and so a step, is what the terminal's Ctrl-C is for."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:  # there is none
+        return False
 
 
 def _name(number: int) -> str:

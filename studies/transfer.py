@@ -73,7 +73,8 @@ def train(recipe: Recipe, run: Record) -> Record:
     loss = gain = None
     if log and log[-1]["update"] == run["updates"]:
         loss, gain = (_finite(log[-1].get(name)) for name in ("loss", "source_gain"))
-    return {"loss": loss, "gain": None if loss is None else gain, "cpu_seconds": round(time.process_time() - started, 1)}
+    seconds = round(time.process_time() - started, 1)
+    return {"loss": loss, "gain": None if loss is None else gain, "cpu_seconds": seconds}
 
 
 def _finite(value: float | str | None) -> float | None:

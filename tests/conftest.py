@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests share the cores: no thread spins while it has no work
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process that a test starts would compile deepnmt anew
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job; so would all that a test starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import runpy
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from deepnmt.config import load_recipe
 from deepnmt.data.text import read_lines
 from deepnmt.steps import _steps, run_steps, starter
 
+ROOT = Path(__file__).parents[2]
 TINY = {"train": {"updates": 3, "save_every": 1, "validate_every": 3, "valid_sentences": 2}, "average_last": 2,
         "translate": {"beam": 1, "max_ratio": 1.0, "max_extra": 2}}
 
@@ -227,26 +229,43 @@ def test_a_step_that_a_signal_ends_is_told(number: int, name: str, capsys: pytes
     assert capsys.readouterr().err.endswith(f"\ntrain was ended by {name}\n")
 
 
-def test_ctrl_c_reaches_a_step_once(tmp_path: Path) -> None:
-    """A terminal sends it to its whole process group; a second one would interrupt what the step cleans up."""
-    program = tmp_path / "launch.py"
+def interrupted_step(folder: Path) -> list[str]:
+    """The command of a process with a step that writes `ready`, and ends with 7 if it is interrupted just once."""
+    program = folder / "launch.py"
     program.write_text(f"""
 import os, time
 try:
-    open({str(tmp_path / 'ready')!r}, "w").close()
+    open({str(folder / 'ready')!r}, "w").close()
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.3)
     os._exit(7)
 """, encoding="utf-8")
-    code = ("import sys\nfrom deepnmt.steps import starter\n"
-            f"sys.exit(starter({f'{sys.executable} {program}'!r})(['train', 'my.yaml']))")
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True,
-                          cwd=Path(__file__).parents[2]) as process:
+    return [sys.executable, "-c", f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom deepnmt.steps import starter\n"
+            f"sys.exit(starter({f'{sys.executable} {program}'!r})(['train', 'my.yaml']))"]
+
+
+def test_ctrl_c_reaches_a_step_once(tmp_path: Path) -> None:
+    """A terminal sends it to its whole process group; a second one would interrupt what the step cleans up."""
+    command = interrupted_step(tmp_path)
+    child, terminal = pty.fork()  # in a session of its own, whose terminal this is
+    if child == 0:
+        os.execv(command[0], command)
+    while not (tmp_path / "ready").exists():
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        time.sleep(0.02)
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    os.close(terminal)
+
+
+def test_an_interrupt_that_no_terminal_sent_is_handed_on(tmp_path: Path) -> None:
+    """As of a notebook or a scheduler, which know the first process alone."""
+    with subprocess.Popen(interrupted_step(tmp_path), stderr=subprocess.PIPE, start_new_session=True) as process:
         while not (tmp_path / "ready").exists():
             assert process.poll() is None
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         process.communicate()
     assert process.returncode == 7
 

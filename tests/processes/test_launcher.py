@@ -50,11 +50,6 @@ def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None
         time.sleep(0.05)
 
 
-def _as_of_a_terminal() -> None:
-    """A shell starts what runs in its background with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., psutil.Popen]]:
     """Starts `deepspeed` on two processes in `tmp_path`."""
@@ -65,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., psutil.Popen]]:
         with (tmp_path / "said").open("w") as said:
             runner = psutil.Popen([DEEPSPEED, "--quiet", "--num_accelerators", "2", "--master_port", str(free_port()),
                                    *words], cwd=tmp_path, env=env, stdout=said, stderr=subprocess.STDOUT,
-                                  start_new_session=True, preexec_fn=_as_of_a_terminal)
+                                  start_new_session=True)
         started.append(runner)
         return runner
 

@@ -48,7 +48,8 @@ def test_how_a_run_that_diverged_used_its_source(capsys: pytest.CaptureFixture[s
     """Its log has text for what is not finite."""
     (tmp_path / "run").mkdir()
     figures = {"loss": 3.0, "source_gain": 0.1, "encoder_common": 0.5}
-    lines = [{"type": "valid", "update": 10, **figures}, {"type": "valid", "update": 20, **dict.fromkeys(figures, "nan")}]
+    lines = [{"type": "valid", "update": 10, **figures},
+             {"type": "valid", "update": 20, **dict.fromkeys(figures, "nan")}]
     (tmp_path / "run" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert main("compare", [str(tmp_path / "run"), "--source-use", "--output", str(tmp_path / "picture.png")]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["run", "20", "nan", "nan"]
@@ -60,7 +61,8 @@ def test_compare_validations(tmp_path: Path, refused: Refused) -> None:
         log = [json.dumps({"type": "valid", "update": u, "loss": 9.0, "perplexity": p})
                for u, p in perplexities.items()]
         (tmp_path / name / "log.jsonl").write_text("\n".join(log) + "\n", encoding="utf-8")
-    text = compare_runs({name: tmp_path / name for name in ("one", "two")}, tmp_path / "p.png", "Validation", valid=True)
+    runs = {name: tmp_path / name for name in ("one", "two")}
+    text = compare_runs(runs, tmp_path / "p.png", "Validation", valid=True)
     rows = [line.split() for line in text.splitlines()]
     assert rows[:3] == [["update", "10", "20"], ["one", "5.991", "4.605"], ["two", "5.704", "5.298"]]
     write_log(tmp_path / "three", {10: 6.0})

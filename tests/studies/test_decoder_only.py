@@ -53,8 +53,8 @@ def test_the_models_read_the_same_and_every_run_is_a_line(
     assert one.optimizer.lr == 0.002 != two.optimizer.lr and one.seed == two.seed == 3
     assert main("decoder-only", words) == 0
     assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 3
-    assert "has a run of decoder_only_target with another recipe, other settings or other data than the plan's" in refused(
-        "decoder-only", *words, "optimizer.lr=0.003")
+    said = refused("decoder-only", *words, "optimizer.lr=0.003")
+    assert "has a run of decoder_only_target with another recipe, other settings or other data than the plan's" in said
 
 
 def test_other_recipes_are_refused(prepared: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,7 +194,8 @@ def test_a_rule_that_learns_from_more_runs_is_more_often_right(
         "right, of the 41 that end with a gain not between 0.1 and 0.4 nats: 100.0 %"]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines[:42]))
     rows = verdict_text.learn_runs(file).split("\n\n")[0].splitlines()[2:]
-    assert [row.split("|")[1].strip() for row in rows] == ["9", "18", "27", "37"], "without others there is no rule of 0"
+    counts = [row.split("|")[1].strip() for row in rows]
+    assert counts == ["9", "18", "27", "37"], "without others there is no rule of 0"
 
 
 def test_the_best_rated_alternative_of_runs_that_failed_is_trained(
