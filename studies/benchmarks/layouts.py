@@ -13,7 +13,6 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -224,7 +223,7 @@ class BusyClock:
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = self.last = 0.0
-        time_passes(engine, self.add)
+        engine.time_instructions(self.add)  # type: ignore[attr-defined]
 
     def add(self, seconds: float) -> None:
         self.seconds += seconds
@@ -234,34 +233,6 @@ class BusyClock:
         """The seconds since the last call of this method, and when the last pass ended (perf_counter)."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds, self.last
-
-
-def time_passes(engine: Engine, add: Callable[[float], None]) -> None:
-    """From now on calls `add` with the seconds of each forward and backward pass of a pipeline's stage: work, without
-    waiting, gradient reduction and the optimizer's step.
-
-    The device is synchronised before each reading of the clock, since a GPU runs asynchronously.
-    """
-    from deepspeed.accelerator import get_accelerator  # whose import takes seconds, and most layouts need none
-    from deepspeed.runtime.pipe import schedule
-
-    synchronize = get_accelerator().synchronize
-
-    def timed(execute: Callable[..., None]) -> Callable[..., None]:
-        def run(stage: Any, **arguments: Any) -> None:
-            synchronize()
-            started = time.perf_counter()
-            execute(stage, **arguments)
-            synchronize()
-            add(time.perf_counter() - started)
-
-        return run
-
-    inner = engine.engine  # type: ignore[attr-defined]
-    instructions = dict(inner._INSTRUCTION_MAP)
-    for kind in (schedule.ForwardPass, schedule.BackwardPass, schedule.LoadMicroBatch):
-        instructions[kind] = timed(instructions[kind])
-    inner._INSTRUCTION_MAP = instructions
 
 
 if __name__ == "__main__":

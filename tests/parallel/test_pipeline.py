@@ -12,7 +12,9 @@ import os
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -298,3 +300,23 @@ def poisoned(configs: str) -> None:
 def test_non_finite_gradient_of_one_stage_changes_no_weights(warm: Warm) -> None:
     configs = [f"zero{stage}_{bits}" for stage, bits in product((0, 1), ("fp32", "bf16", "fp16"))]
     warm.run(2, "test_pipeline:poisoned", json.dumps(configs))
+
+
+def timed_pass() -> None:
+    """Runs in a process that has imported DeepSpeed: the device is synchronised before the clock is read."""
+    from deepnmt.parallel.pipeline import engine as of_pipelines
+
+    events: list[str] = []
+    steps, kind = of_pipelines.schedule, of_pipelines.schedule.ForwardPass
+    inner = SimpleNamespace(_INSTRUCTION_MAP={
+        step: lambda _: events.append("pass") for step in (kind, steps.BackwardPass, steps.LoadMicroBatch)})
+    engine: Any = SimpleNamespace(engine=inner)
+    device = SimpleNamespace(synchronize=lambda: events.append("wait"))
+    with patch.object(of_pipelines, "get_accelerator", lambda: device):
+        of_pipelines.PipelineEngine.time_instructions(engine, lambda seconds: events.append("add"))
+    inner._INSTRUCTION_MAP[kind](inner)
+    assert events == ["wait", "pass", "wait", "add"]
+
+
+def test_a_pass_is_timed_to_its_end(warm: Warm) -> None:
+    warm.run(1, "test_pipeline:timed_pass")

@@ -7,56 +7,41 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import patch
+from typing import cast
 
 import pytest
 from refusals import Refused
-from warm import Warm
 
 from deepnmt.parallel.engine import Engine
-from studies.benchmarks import layouts
 from studies.benchmarks.layouts import BusyClock, own_peak
 
 
-def test_the_step_is_neither_work_nor_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward passes of 10 ms each, 5 ms of waiting between them, and a step of 20 ms."""
-    monkeypatch.setattr(layouts, "time_passes", lambda engine, add: None)
-    clock = BusyClock(cast(Engine, None))
+class OneStage:
+    """A stage with forward and backward passes of 10 ms each, 5 ms of waiting between them, and a step of 20 ms."""
+
+    def time_instructions(self, add: Callable[[float], None]) -> None:
+        self.add = add
+
+    def train(self) -> None:
+        time.sleep(0.01)
+        self.add(0.01)
+        time.sleep(0.015)
+        self.add(0.01)
+        time.sleep(0.02)
+
+
+def test_the_step_is_neither_work_nor_idle_time() -> None:
+    stage = OneStage()
+    clock = BusyClock(cast(Engine, stage))
     for _ in range(2):
         started = time.perf_counter()
-        time.sleep(0.01)
-        clock.add(0.01)
-        time.sleep(0.015)
-        clock.add(0.01)
-        time.sleep(0.02)
+        stage.train()
         ended = time.perf_counter()
         worked, last = clock.take()
         assert worked == 0.02, "each update starts from 0"
         assert started + 0.025 <= last <= ended - 0.02
-
-
-def timed_pass() -> None:
-    """Runs in a process that has imported DeepSpeed: the device is synchronised before the clock is read."""
-    from deepspeed import accelerator
-    from deepspeed.runtime.pipe import schedule
-
-    events: list[str] = []
-    kind = schedule.ForwardPass
-    inner = SimpleNamespace(_INSTRUCTION_MAP={
-        step: lambda _: events.append("pass") for step in (kind, schedule.BackwardPass, schedule.LoadMicroBatch)})
-    engine: Any = SimpleNamespace(engine=inner)
-    device = SimpleNamespace(synchronize=lambda: events.append("wait"))
-    with patch.object(accelerator, "get_accelerator", lambda: device):
-        layouts.time_passes(engine, lambda seconds: events.append("add"))
-    inner._INSTRUCTION_MAP[kind](inner)
-    assert events == ["wait", "pass", "wait", "add"]
-
-
-def test_a_pass_is_timed_to_its_end(warm: Warm) -> None:
-    warm.run(1, "test_layouts:timed_pass")
 
 
 RECIPE = str(Path(__file__).resolve().parents[2] / "recipes" / "demo" / "admin_18l-18l.yaml")

@@ -20,12 +20,14 @@ import io
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
@@ -316,6 +318,31 @@ class PipelineEngine(DeepSpeedEngine):
                 whole[name].copy_(self.local[name])
             self._broadcast_from(whole[name].data, stage)
         return model.eval()
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def time_instructions(self, add: Callable[[float], None]) -> None:
+        """From now on calls `add` with the seconds of each forward and backward pass of this stage: work, without
+        waiting, gradient reduction and the optimizer's step.
+
+        The device is synchronised before each reading of the clock, since a GPU runs asynchronously.
+        """
+        synchronize = get_accelerator().synchronize
+
+        def timed(execute: Callable[..., None]) -> Callable[..., None]:
+            def run(engine: Any, **arguments: Any) -> None:
+                synchronize()
+                started = time.perf_counter()
+                execute(engine, **arguments)
+                synchronize()
+                add(time.perf_counter() - started)
+
+            return run
+
+        instructions = dict(self.engine._INSTRUCTION_MAP)
+        for kind in (schedule.ForwardPass, schedule.BackwardPass, schedule.LoadMicroBatch):
+            instructions[kind] = timed(instructions[kind])
+        self.engine._INSTRUCTION_MAP = instructions
 
 
 def _loaded(batches: Sequence[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
