@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from deepnmt.errors import UserError
 from deepnmt.files import read_numbered_log, table
@@ -46,7 +47,7 @@ def compare_source_use(runs: dict[str, Path], picture: Path, title: str) -> str:
     Raises:
         UserError: a folder has no log, or one without these figures.
     """
-    validations = {}
+    validations: dict[str, list[dict[str, Any]]] = {}
     for name, run in runs.items():
         log = run / "log.jsonl"
         if not log.is_file():
