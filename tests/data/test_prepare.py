@@ -23,7 +23,7 @@ from refusals import user_error
 from deepnmt.config import Recipe, Vocab, check_recipe
 from deepnmt.data import build, encoding
 from deepnmt.data.prepare import prepare
-from deepnmt.data.prepared import PreparedData, check_settings
+from deepnmt.data.prepared import PreparedData, check_settings, open_prepared
 from deepnmt.training.dry_run import describe
 
 SYLLABLES = ("ba", "ko", "ten", "lis", "mur", "a", "ei", "st")
@@ -159,8 +159,10 @@ def test_up_to_date_folder_is_not_changed_even_without_its_texts(
     assert "is up to date" in capsys.readouterr().err
     new_test = _tree(tmp_path)
     new_test["data"]["test"]["two"] = new_test["data"]["valid"]
+    new_test["data"]["test"]["table"] = {"tsv": new_test["data"]["valid"]["src"], "columns": [1, 1], "tag": "<2y>"}
     prepare(_recipe(new_test))
     assert "test.two: not in the prepared data, so it is not known" in capsys.readouterr().err
+    open_prepared(_recipe(new_test))  # a running run may get more test sets, with tags and tables, too
     (tmp_path / "train.src").unlink()
     prepare(recipe)
     assert "train: the texts are not on this machine" in capsys.readouterr().err
