@@ -15,10 +15,10 @@ from deepnmt.data.annotations import Annotated, Annotation
 from deepnmt.data.arrays import SideWriter, variant_stem
 from deepnmt.data.encoding import CHUNK, EncodingJob, encode_pairs
 from deepnmt.data.filters import KEPT, Codes, Rules, tally
-from deepnmt.data.prepared import languages_of
+from deepnmt.data.prepared import corpora, languages_of, tags_of
 from deepnmt.data.shards import TRAIN
 from deepnmt.data.text import Pair, cleaning_of, corpora_of, read_pairs, write_pairs
-from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.data.vocab import Vocabulary, train_vocabulary, without_tags
 from deepnmt.errors import UserError
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import UNK
@@ -85,13 +85,14 @@ def encode_text(folder: Path, name: str, pairs: Iterable[Pair], codes: Codes, jo
                    "src_unknown": unknown[0], "trg_unknown": unknown[1], "variants": job.variants}
 
 
-def scored_sentences(texts: Mapping[str, Corpus]) -> frozenset[str]:
-    """All sentences of the validation and test texts, of both sides."""
+def scored_sentences(recipe: Recipe) -> frozenset[str]:
+    """All sentences of the validation and test texts, of both sides, without tags."""
     sentences: set[str] = set()
-    for name, text in texts.items():
+    tags = tags_of(recipe)
+    for name, text in corpora(recipe).items():
         if name != TRAIN:
-            for pair in read_pairs(text, tags=False):
-                sentences.update(pair)
+            for src, trg in read_pairs(text, tags=False):
+                sentences.update((without_tags(src, tags).lstrip(), trg))
     return frozenset(sentences - {""})
 
 
@@ -136,7 +137,7 @@ def rules_of(recipe: Recipe, corpus: Corpus, scored: Collection[str]) -> Rules:
     """How a corpus of the training text is filtered; `scored`: see `scored_sentences`."""
     clean = cleaning_of(corpus)
     near = any(cleaning_of(one).drop_near_duplicates for one in corpora_of(recipe.data.train).values())
-    return Rules(recipe.data.filters, clean, languages_of(recipe, clean), scored, near)
+    return Rules(recipe.data.filters, clean, languages_of(recipe, clean), scored, near, tags_of(recipe))
 
 
 def require_pairs(codes: Codes) -> None:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from deepnmt.config import Cleaning, Filters
 from deepnmt.config.plugins import Table
 from deepnmt.data.text import Pair, Row
+from deepnmt.data.vocab import without_tags
 from deepnmt.errors import UserError
 
 # Reason to filter: whether a pair is left out, given source, target and settings. If several filters leave a pair out,
@@ -87,8 +88,9 @@ class Rules(NamedTuple):
 
     Attributes:
         languages: the labels of source and target, for a language identifier.
-        scored: the sentences of validation and test texts.
+        scored: the sentences of validation and test texts, without tags.
         near: whether near-duplicates of this corpus or another are left out.
+        tags: what sources may begin with in the text itself; no filter but that of duplicates looks at them.
     """
 
     filters: Filters = Filters()
@@ -96,6 +98,7 @@ class Rules(NamedTuple):
     languages: Sequence[str] = ()
     scored: Collection[str] = frozenset()
     near: bool = False
+    tags: Collection[str] = ()
 
 
 class Filtered(NamedTuple):
@@ -260,23 +263,24 @@ def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, CHUNK)):
         chunk_codes = []
-        for pair in chunk:
+        pairs = [(without_tags(src, rules.tags).lstrip(), trg) for src, trg, _ in chunk]
+        for pair, (_, _, score) in zip(pairs, chunk):
             code = _code_of_pair(pair[0], pair[1], rules)
             if code == code_of("overlap"):
                 overlap += 1
                 if not rules.filters.drop_overlap:
                     code = KEPT
             if code == KEPT:
-                code = next((reason for reason, leaves_out in cleaning if leaves_out(*pair, clean)), KEPT)
+                code = next((reason for reason, leaves_out in cleaning if leaves_out(*pair, score, clean)), KEPT)
             chunk_codes.append(code)
         rest = [row for row, code in enumerate(chunk_codes) if code == KEPT]
         if clean.language_id is not None and rest:
-            foreign = _of_other_languages([chunk[row][:2] for row in rest], rules)
+            foreign = _of_other_languages([pairs[row] for row in rest], rules)
             for row in itertools.compress(rest, foreign):
                 chunk_codes[row] = code_of(LANGUAGE)
-        for (src, trg, _), code in zip(chunk, chunk_codes):
+        for (tagged, _, _), (src, trg), code in zip(chunk, pairs, chunk_codes):
             if code == KEPT:
-                hashes.append(_hash(src, trg))
+                hashes.append(_hash(tagged, trg))
                 if rules.near:
                     near.append(_hash(fold(src), fold(trg)))
         codes += bytes(chunk_codes)

@@ -259,7 +259,7 @@ def read_unit(work: Work, unit: Unit) -> None:
     faults = name_plugins({"plugins": dict(work.plugins)}, NAMED, True)
     if faults:
         raise UserError(faults[0])
-    rules = rules_of(work.recipe, corpus, scored_sentences(corpora(work.recipe)))
+    rules = rules_of(work.recipe, corpus, scored_sentences(work.recipe))
     codes, hashes, near, overlap = apply_text_filters(_hashed(unit, corpus, digest), rules)
     rows = np.flatnonzero(codes == KEPT).astype(np.uint32)
     order = np.argsort(hashes, kind="stable")

@@ -291,7 +291,7 @@ def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, 
     for name in (name for name in texts if name != "train"):
         codes[name] = copy_text(folder, name, _read_with_progress(name, texts[name], ends[name], tags=True))
     train = _corpora_with_progress("train", texts["train"], ends["train"], tags=False)
-    scored = scored_sentences(texts)
+    scored = scored_sentences(recipe)
     codes["train"], overlaps = filter_corpora((rules_of(recipe, corpus, scored), rows) for corpus, rows in train)
     require_pairs(codes["train"])
 

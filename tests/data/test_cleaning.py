@@ -123,6 +123,23 @@ def test_each_rule_leaves_out_what_was_planted_and_nothing_else(rule: str, plugi
         assert found[10_000:].tolist() == [code_of(rule) if rule == "drop_near_duplicates" else KEPT] * 7
 
 
+@pytest.mark.parametrize("rule", [*RULES, "empty"])
+def test_tags_in_the_text_are_no_words(rule: str, plugin: str) -> None:
+    """Each rule leaves out the same of sources that begin with tags, whose letters and digits are of no language."""
+    settings, plant = RULES.get(rule, (Filters(), lambda n, row: ("", row[1], 0.9)))
+    rows = [plant(n, _clean(n)) if n % 10 == 7 else _clean(n) for n in range(100)]
+    tagged = [(f"<BT2> <¤¤¤¤¤¤¤¤¤¤¤¤¤¤¤¤>  {src}".strip(), trg, score) for src, trg, score in rows]
+    filters, cleaning = (settings, Cleaning()) if isinstance(settings, Filters) else (Filters(), settings)
+    rules = Rules(filters, cleaning, ("en", "de"), {"проверка", "Probe"}, rule == "drop_near_duplicates",
+                  ["<BT2>", "<¤¤¤¤¤¤¤¤¤¤¤¤¤¤¤¤>"])
+    found, overlaps = filter_corpora([(rules, tagged)])
+    assert found.tolist() == [code_of(rule) if n % 10 == 7 else KEPT for n in range(100)]
+    assert overlaps == [10 if rule == "overlap" else 0]
+    same = [("<BT2> das", "у", None), ("das", "у", None), ("<BT2> das", "у", None)]
+    found, _ = filter_corpora([(Rules(tags=["<BT2>"]), same)])
+    assert found.tolist() == [KEPT, KEPT, code_of("duplicate")], "what is written differs in the tag"
+
+
 @pytest.mark.parametrize(("src", "trg", "same"), [
     ("2 Türen, 3 Uhr", "at 3 the 2 doors", True), ("2 und 2", "2 and 2", True), ("2 und 2", "2 and two", False),
     ("1 1 2", "1 2 2", False), ("12 3", "1 23", False), ("1.000 km", "1,000 km", True), ("1000 km", "1,000 km", False),

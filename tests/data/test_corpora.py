@@ -330,7 +330,7 @@ def test_a_file_that_moves_to_another_corpus(prepared: Path, tmp_path: Path, sha
 
 
 def test_pretagged_text(prepared: Path, tmp_path: Path) -> None:
-    """Tags that stand in the text itself are listed in the recipe."""
+    """Tags that stand in the text itself are listed in the recipe; the overlap is that of what comes after them."""
     for side in ("en", "de"):
         lines = (prepared / "text" / f"train.{side}").read_text(encoding="utf-8").splitlines()
         (tmp_path / f"t.{side}").write_text("".join(f"{'<2de> ' * (side == 'en')}{line}\n" for line in lines))
@@ -340,3 +340,12 @@ def test_pretagged_text(prepared: Path, tmp_path: Path) -> None:
     data = PreparedData.open(tmp_path / "data")
     assert {int(data.split("train").sources[i][0]) for i in range(50)} == {4}
     assert Vocabulary.load(tmp_path / "data" / "src.spm").tags == {"<2de>": 4}
+    plain = {side: (prepared / "text" / f"train.{side}").read_text(encoding="utf-8") for side in ("en", "de")}
+    for name, (src, trg) in {"untagged": (plain["en"], "x\n" * plain["en"].count("\n")),
+                             "tagged": (Path(tmp_path / "t.en").read_text(encoding="utf-8"), plain["de"])}.items():
+        (tmp_path / f"{name}.en").write_text(src, encoding="utf-8")
+        (tmp_path / f"{name}.de").write_text(trg, encoding="utf-8")
+        tree["data"] |= {"folder": str(tmp_path / f"data-{name}"), "shard_pairs": 200 if name == "tagged" else 0,
+                         "valid": {"src": str(tmp_path / f"{name}.en"), "trg": str(tmp_path / f"{name}.de")}}
+        train = PreparedData.open(prepare(check_recipe(tree, "recipe"))).manifest["splits"]["train"]
+        assert train["overlap"] == train["read"] - train["left_out"]["empty"] - train["left_out"]["identical"]
