@@ -17,9 +17,10 @@ from deepnmt.data.encoding import CHUNK, EncodingJob, encode_pairs
 from deepnmt.data.filters import KEPT, Codes, Rules, tally
 from deepnmt.data.prepared import corpora, languages_of, tags_of
 from deepnmt.data.shards import TRAIN
-from deepnmt.data.text import Pair, cleaning_of, corpora_of, read_pairs, write_pairs
+from deepnmt.data.text import Pair, cleaning_of, corpora_of, files_by_corpus, input_files, read_pairs, write_pairs
 from deepnmt.data.vocab import Vocabulary, train_vocabulary, without_tags
 from deepnmt.errors import UserError
+from deepnmt.files import sha256
 from deepnmt.progress import Progress, no_progress, print_status, show_progress
 from deepnmt.tokens import UNK
 from deepnmt.visitors import find
@@ -33,6 +34,36 @@ def show_pairs(what: str, total: int | None = None) -> AbstractContextManager[Pr
     """Shows how many pairs are done, and an ETA if the total is known."""
     return show_progress(f"{what}: {{:,}}{f' of {total:,}' if total else ''} pairs", desc=what, total=total,
                        unit=" pairs", unit_scale=True, mininterval=0.5)
+
+
+def fingerprints(text: Corpus) -> list[dict[str, Any]]:
+    """Name, size, hash and corpus of a text's files, without their folders, which differ between machines. Raises
+    `UserError`."""
+    entries = []
+    for corpus, file in files_by_corpus(text):
+        try:
+            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file), "corpus": corpus})
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
+    return entries
+
+
+class ChangedTextError(UserError):
+    """A text is no longer what it was when its preparation began."""
+
+
+def require_same(texts: Mapping[str, Corpus], inputs: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Raises `ChangedTextError` if texts have other `fingerprints` than when their preparation began."""
+    for name, corpus in texts.items():
+        files, now = input_files(corpus), fingerprints(corpus)
+        if len(now) != len(inputs[name]):
+            raise ChangedTextError(
+                f"data.{name} names {len(now)} files, and {len(inputs[name])} when its preparation began, so nothing "
+                "was kept; wait until all are there, and prepare it again") from None
+        for file, then, found in zip(files, inputs[name], now, strict=True):
+            if then != found:
+                raise ChangedTextError(f"{file} changed while it was prepared, so nothing was kept; wait until nothing "
+                                       "writes it any more, and prepare it again") from None
 
 
 def copy_text(folder: Path, name: str, pairs: Iterable[Pair]) -> Codes:

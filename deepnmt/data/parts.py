@@ -40,10 +40,12 @@ from deepnmt.config.sections import NAMED
 from deepnmt.data.annotations import Annotated, annotated_text, annotations_of
 from deepnmt.data.arrays import KIND, Indices
 from deepnmt.data.build import (
+    ChangedTextError,
     copy_text,
     encode_text,
     learn_vocabularies,
     no_pairs_left,
+    require_same,
     rules_of,
     say_what_is_learned,
     scored_sentences,
@@ -570,9 +572,14 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: 
 
 
 def finish(work: Work, units: Sequence[Unit], target: Path) -> None:
-    """Puts the folder of the data together. Raises `UserError`."""
+    """Puts the folder of the data together. Raises `UserError`, also if a text is no longer what was indexed."""
     joined = folders.read_json(work.folder, "joined.json", KIND)
     index = folders.read_json(work.folder, "index.json", KIND)
+    try:
+        require_same(corpora(work.recipe), index["inputs"])
+    except ChangedTextError:
+        shutil.rmtree(work.folder, ignore_errors=True)  # it is not known what was made from which text
+        raise
     shards: dict[str, list[dict[str, Any]]] = {}
     counts: list[dict[str, Any]] = []
     parts: dict[str, list[dict[str, Any]]] = {}

@@ -24,10 +24,12 @@ from deepnmt.data.batching import random_order
 from deepnmt.data.build import (
     copy_text,
     encode_text,
+    fingerprints,
     format_reasons,
     learn_vocabularies,
     no_pairs_left,
     require_pairs,
+    require_same,
     rules_of,
     say_what_is_learned,
     scored_sentences,
@@ -59,7 +61,6 @@ from deepnmt.data.text import (
     corpora_of,
     count_pairs,
     ending,
-    files_by_corpus,
     files_of,
     input_files,
     read_pairs,
@@ -68,7 +69,6 @@ from deepnmt.data.text import (
 from deepnmt.data.vocab import given_vocabularies
 from deepnmt.device import require_cores
 from deepnmt.errors import UserError
-from deepnmt.files import sha256
 from deepnmt.folders import new_folder, recover, reporting
 from deepnmt.progress import print_status
 
@@ -198,18 +198,6 @@ def _corpora_with_progress(name: str, text: Corpus, ends: dict[str, int], tags: 
             ends[part] = done
 
 
-def _fingerprints(text: Corpus) -> list[dict[str, Any]]:
-    """Name, size, hash and corpus of a text's files, without their folders, which differ between machines. Raises
-    `UserError`."""
-    entries = []
-    for corpus, file in files_by_corpus(text):
-        try:
-            entries.append({"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file), "corpus": corpus})
-        except OSError as error:
-            raise UserError(f"{file} cannot be read: {error.strerror or error}; give an existing text file") from None
-    return entries
-
-
 def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedData) -> None:
     """Raises `UserError`, naming the first difference, if a folder is not what this recipe would prepare.
 
@@ -226,7 +214,7 @@ def _check_up_to_date(recipe: Recipe, texts: dict[str, Corpus], data: PreparedDa
         if not on_this_machine(corpus):
             print_status(f"{name}: the texts are not on this machine, so they are not compared with the prepared ones")
             continue
-        check_texts(data, name, _fingerprints(corpus))
+        check_texts(data, name, fingerprints(corpus))
     check_settings(recipe, data)
     data.verify()
     print_status(f"{data.folder} is up to date")
@@ -256,25 +244,13 @@ def _unchanged(texts: dict[str, Corpus]) -> Iterator[dict[str, list[dict[str, An
     Raises:
         UserError: a file has changed meanwhile, which also explains whatever else was raised.
     """
-    inputs = {name: _fingerprints(corpus) for name, corpus in texts.items()}
+    inputs = {name: fingerprints(corpus) for name, corpus in texts.items()}
     try:
         yield inputs
     except Exception:
-        _require_same(texts, inputs)
+        require_same(texts, inputs)
         raise
-    _require_same(texts, inputs)
-
-
-def _require_same(texts: dict[str, Corpus], inputs: dict[str, list[dict[str, Any]]]) -> None:
-    for name, corpus in texts.items():
-        files, now = input_files(corpus), _fingerprints(corpus)
-        if len(now) != len(inputs[name]):
-            raise UserError(f"data.{name} names {len(now)} files, and {len(inputs[name])} when its preparation began, "
-                            "so nothing was kept; wait until all are there, and prepare it again") from None
-        for file, then, found in zip(files, inputs[name], now, strict=True):
-            if then != found:
-                raise UserError(f"{file} changed while it was prepared, so nothing was kept; wait until nothing writes "
-                                "it any more, and prepare it again") from None
+    require_same(texts, inputs)
 
 
 def _build(recipe: Recipe, texts: dict[str, Corpus], folder: Path) -> dict[str, Any]:

@@ -444,6 +444,24 @@ def test_packed_files_tables_and_files_that_share_a_shard(
     assert len(set(folders)) == 1, "the fingerprint is that of the content"
 
 
+@pytest.mark.parametrize("name", ["news.en", "valid.de"])
+def test_a_text_that_changes_between_the_parts_is_refused(name: str, prepared: Path, tmp_path: Path) -> None:
+    """With the same size, so that nothing but its hash shows it."""
+    train = {"news": _corpus(tmp_path, "news", 90, 1), "web": _corpus(tmp_path, "web", 90, 2)}
+    valid = {"src": str(tmp_path / "valid.en"), "trg": str(tmp_path / "valid.de")}
+    for side, file in valid.items():
+        Path(file).write_text(Path(text(prepared, "valid")[side]).read_text(encoding="utf-8"), encoding="utf-8")
+    recipe = _recipe(prepared, tmp_path, train, valid=valid)
+    prepare(recipe, Part(2, 2))
+    content = (tmp_path / name).read_text(encoding="utf-8")
+    (tmp_path / name).write_text(content.replace("a", "o"), encoding="utf-8")
+    with user_error(f"{name} changed while it was prepared, so nothing was kept; wait until nothing writes it any"):
+        prepare(recipe)
+    assert not (tmp_path / "data").exists() and not (tmp_path / "data.parts").exists()
+    prepare(recipe)
+    prepare(recipe)  # up to date with what it is now
+
+
 @pytest.mark.slow
 def test_dask_gives_the_same_bytes(prepared: Path, texts: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("dask", reason="Dask is not installed: pip install 'deepnmt[dask]'")
