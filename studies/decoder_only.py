@@ -126,7 +126,7 @@ def _equal(two: Recipe, one: Recipe) -> str:
     pairs, text = open_prepared(two), PreparedText.open(one)
     size = text.vocab.size
     sizes = [count_parameters(recipe.model, size, size) for recipe in (two, one)]
-    train = pairs.train
+    train = pairs.split("train")
     tokens = int(train.src_lengths.sum()) + int(train.trg_lengths.sum())
     if tokens != (others := text.counts("train")["tokens"]):
         raise UserError(f"the encoder-decoder would read {tokens:,} tokens a pass and the decoder {others:,}, since "

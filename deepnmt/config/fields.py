@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from deepnmt.config.choices import Choices
 
 FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"  # of what deepnmt writes, and of settings' names that become part of one
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")  # what names of files end in that are read, and written, packed
 
 
 class Fact(Enum):

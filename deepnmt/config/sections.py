@@ -43,7 +43,7 @@ from deepnmt.config.choices import (
     Use,
     facts_of,
 )
-from deepnmt.config.fields import FILE_NAME, By, Fact, Fault, For, Section, either, values_of
+from deepnmt.config.fields import COMPRESSED, FILE_NAME, By, Fact, Fault, For, Section, either, values_of
 from deepnmt.config.plugins import as_mapping, have_run, known
 from deepnmt.errors import nearest
 
@@ -120,7 +120,7 @@ class Corpus(Section):
             yield Fault(("mtdata", "sacrebleu"), "give either 'mtdata' or 'sacrebleu', not both")
         elif self.mtdata or self.sacrebleu:
             files = [*self.src, *self.trg]
-            if len(set(files)) != 2 or any(file.endswith((".gz", ".xz", ".zst", ".bz2")) for file in files):
+            if len(set(files)) != 2 or any(file.endswith(COMPRESSED) for file in files):
                 yield Fault(("src", "trg"), "'mtdata' and 'sacrebleu' are fetched into two plain files; name one in "
                             "'src' and one in 'trg'")
         if self.translated_by and (self.tsv or self.mtdata or self.sacrebleu):

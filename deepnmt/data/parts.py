@@ -68,6 +68,7 @@ from deepnmt.data.shards import FORMAT, SHARD, TRAIN, Entry, content_of, shard_n
 from deepnmt.data.sources import Scan, Span, Unit, lines_of, pairs_of, rows_of, scan, sides_of, units_of
 from deepnmt.data.tables import has_header
 from deepnmt.data.text import (
+    Pair,
     Row,
     cleaning_of,
     columns_of,
@@ -473,11 +474,15 @@ def join(work: Work, units: Sequence[Unit]) -> None:
 
 def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: EncodingJob) -> dict[str, Any]:
     """Encodes a validation or test text, all of whose pairs are kept."""
-    _, counts = encode_text(folder, name, read_pairs(text), codes, job, 1, annotated_text(text))
-    corpora = corpora_of(text)
-    if "" in corpora:
-        return dict(counts)
-    return {"corpora": {name: sum(1 for _ in read_pairs(corpus)) for name, corpus in corpora.items()}, **counts}
+    sizes: dict[str, int] = {}
+
+    def counted() -> Iterator[Pair]:
+        for part, corpus in corpora_of(text).items():
+            for sizes[part], pair in enumerate(read_pairs(corpus), start=1):
+                yield pair
+
+    _, counts = encode_text(folder, name, counted(), codes, job, 1, annotated_text(text))
+    return counts if "" in sizes else {"corpora": sizes, **counts}
 
 
 def _leave_out_duplicates(

@@ -250,24 +250,10 @@ class ShardedText:
                     pieces.append(Piece(self.open(corpus, number), 0, entry.pairs))
         return Window(pieces)
 
-    def column(self, name: str) -> WindowSide:
-        """Another column, see `whole`."""
-        return self.whole.column(name)
-
-    @property
-    def sources(self) -> WindowSide:
-        """All sources, see `whole`."""
-        return self.whole.sources
-
     @property
     def targets(self) -> WindowSide:
         """All targets, see `whole`."""
         return self.whole.targets
-
-    @property
-    def src_lengths(self) -> Lengths:
-        """Of all sources, see `whole`."""
-        return self.whole.src_lengths
 
     @property
     def trg_lengths(self) -> Lengths:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from deepnmt.config.fields import COMPRESSED
 from deepnmt.errors import UserError
 
-COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 PARQUET, ARROW, JSON = ".parquet", ".arrow", (".jsonl", ".ndjson", ".json")
 BATCH = 10_000  # rows that are read at a time
 Columns = Sequence[int | str]

@@ -339,8 +339,9 @@ def test_the_same_pairs_are_left_out_as_of_one_piece(prepared: Path, texts: dict
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Duplicates across units and corpora are found in ranges of hashes."""
     monkeypatch.setattr(parts, "BUCKET", 50)
-    one = _prepared(_recipe(prepared, tmp_path / "one", texts, shard_pairs=0))
-    many = _prepared(_recipe(prepared, tmp_path / "many", texts))
+    valid = {name: text(prepared, name) for name in ("valid", "test")}
+    one = _prepared(_recipe(prepared, tmp_path / "one", texts, shard_pairs=0, valid=valid))
+    many = _prepared(_recipe(prepared, tmp_path / "many", texts, valid=valid))
     assert one["src.spm"] == many["src.spm"]
     for side in ("src", "trg"):
         name = f"train.{side}.tokens"
