@@ -417,6 +417,9 @@ class Data(Section):
 
     def faults(self) -> Iterator[Fault]:
         corpora = self.train.corpora
+        if self.reuse and not self.shard_pairs:
+            yield Fault(("reuse", "shard_pairs"), f"reuse ({', '.join(self.reuse)}) has no effect on a text in one "
+                        "piece; set shard_pairs as it was there, or remove it")
         if self.subword_variants and self.modify != Modify():
             yield Fault(("modify", "subword_variants"), f"subword_variants ({self.subword_variants}) keeps "
                         "segmentations that modify would not; set subword_variants: 0, and modify.subwords: true")

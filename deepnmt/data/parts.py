@@ -179,6 +179,7 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         UserError: see `prepare_in_parts`.
     """
     folder = parts_folder(target)
+    _given(recipe)  # whose faults are reported before the long work
     with folders.reporting(folder, KIND):
         folder.mkdir(parents=True, exist_ok=True)
         units = _index(recipe, folder)
@@ -435,7 +436,7 @@ def join(work: Work, units: Sequence[Unit]) -> None:
     Raises `UserError`.
     """
     recipe = work.recipe
-    data, vocab, tags = recipe.data, recipe.vocab, tags_of(recipe)
+    data, vocab = recipe.data, recipe.vocab
     with folders.new_folder(work.folder / "joined", KIND) as temporary:
         for unit in units:
             work.array(unit, "codes").tofile(temporary / work.codes_file(unit).name)
@@ -445,16 +446,10 @@ def join(work: Work, units: Sequence[Unit]) -> None:
         if near:
             _leave_out_duplicates(work, units, temporary, "near_", code_of(NEAR), near)
         _require_kept(work, units, temporary)
-        earlier = [PreparedData.open(folder) for folder in data.reuse]
+        earlier, models = _given(recipe)
         texts = {name: text for name, text in corpora(recipe).items() if name != TRAIN}
         codes = {name: copy_text(temporary, name, read_pairs(text)) for name, text in texts.items()}
-        if vocab.model:
-            check_vocabularies(Path(vocab.model))
-            models = given_vocabularies(vocab, tags)
-        elif earlier:
-            models = _vocabulary_of(earlier[0], recipe, tags)
-        else:
-            models = _learn_vocabulary(work, units, temporary, tags)
+        models = models or _learn_vocabulary(work, units, temporary, tags_of(recipe))
         vocabs = write_vocabularies(temporary, models)
         job = EncodingJob(models[0], models[-1])
         splits = {name: _encode_small(temporary, name, text, codes[name], job) for name, text in texts.items()}
@@ -536,10 +531,33 @@ def _require_corpora(counts: Mapping[str, Mapping[str, Any]]) -> None:
         raise no_pairs_left(empty, TRAIN)
 
 
+def _given(recipe: Recipe) -> tuple[list[PreparedData], list[bytes]]:
+    """The data that `data.reuse` names, and the vocabulary that there is already; none if it is learned.
+
+    Raises:
+        UserError: they cannot be used, or do not fit the recipe; or a tag of the recipe is not in the vocabulary.
+    """
+    tags, earlier = tags_of(recipe), []
+    for folder in recipe.data.reuse:
+        if is_free(Path(folder)):
+            raise UserError(f"data.reuse names {folder}, where there is no prepared data; correct its path, or remove "
+                            "it from data.reuse")
+        try:
+            earlier.append(PreparedData.open(folder))
+        except UserError as fault:
+            raise UserError(f"data.reuse names {folder}: {fault}") from None
+    if recipe.vocab.model:
+        check_vocabularies(Path(recipe.vocab.model))
+        return earlier, given_vocabularies(recipe.vocab, tags)
+    return earlier, _vocabulary_of(earlier[0], recipe, tags) if earlier else []
+
+
 def _vocabulary_of(data: PreparedData, recipe: Recipe, tags: Sequence[str]) -> list[bytes]:
     """The vocabulary of earlier data. Raises `UserError` if the recipe asks for another kind, or a tag is not in it."""
     then, now = data.manifest["settings"], prepared_settings(recipe)
     for key in now:
+        if "vocab.model" in then and key not in ("vocab.kind", "vocab.shared"):
+            continue  # how that vocabulary was learned is not known
         if key.startswith("vocab.") and then.get(key) != now[key]:
             raise UserError(f"data.reuse names {data.folder}, which was made with {key} {then.get(key)}, but the "
                             f"recipe has {now[key]}; set it to that, or remove data.reuse")

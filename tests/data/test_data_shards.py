@@ -527,6 +527,8 @@ def test_mistakes(prepared: Path, plain: Recipe, texts: dict[str, Any], tmp_path
         "prepare", prepared / "recipe.yaml", "--part", "1/2", f"data.folder={tmp_path / 'none'}")
     with user_error("was made with data.shard_pairs 100, but the recipe has None"):
         open_prepared(plain.model_copy(update={"data": plain.data.model_copy(update={"shard_pairs": 0})}))
+    with user_error(r"data: reuse \(old\) has no effect on a text in one piece; set shard_pairs as it was there"):
+        _recipe(prepared, tmp_path, texts, reuse="old", shard_pairs=0)
     recipe = _recipe(prepared, tmp_path / "begun", texts)
     prepare(recipe, Part(1, 2))
     with user_error(r"begun/data.parts holds what was prepared of other texts or with other settings; delete it"):
@@ -538,3 +540,39 @@ def test_mistakes(prepared: Path, plain: Recipe, texts: dict[str, Any], tmp_path
     unequal = {"src": str(file), "trg": texts["web"]["trg"]}
     with user_error(r"news.en has 230 lines and .*web.de has 410; line N of one must belong to line N of"):
         prepare(_recipe(prepared, tmp_path / "unequal", {"a": unequal}))
+
+
+def _with_vocab(recipe: Recipe, **vocab: Any) -> Recipe:
+    return recipe.model_copy(update={"vocab": recipe.vocab.model_copy(update=vocab)})
+
+
+def test_mistakes_are_told_before_the_text_is_read(prepared: Path, plain: Recipe, texts: dict[str, Any],
+                                                   tmp_path: Path) -> None:
+    """Nothing is begun then, so that the corrected recipe is not refused for the parts of the wrong one."""
+    other, valid = str(tmp_path / "other"), text(prepared, "valid", tag="<2de>")
+    Path(other).mkdir()
+    (tmp_path / "other" / "note").touch()
+    recipe = _recipe(prepared, tmp_path / "new", texts)
+    for wrong, said in (
+        (_recipe(prepared, tmp_path / "new", texts, reuse="nowhere"),
+         "data.reuse names nowhere, where there is no prepared data; correct its path, or remove it from data.reuse"),
+        (_recipe(prepared, tmp_path / "new", texts, reuse=other), f"data.reuse names {other}: .* no manifest.json"),
+        (_recipe(prepared, tmp_path / "new", texts, reuse=plain.data.folder), "made with vocab.size .* recipe has 60;"),
+        (_with_vocab(recipe, model="nowhere"), "vocab.model is nowhere, where there is no vocabulary"),
+        (_recipe(prepared, tmp_path / "new", texts, valid=valid), "data.valid has the tag '<2de>', which is not"),
+    ):
+        with user_error(said):
+            prepare(wrong, Part(1, 2))
+        assert not parts_folder(Path(recipe.data.folder)).exists()
+
+
+def test_data_are_reused_whose_vocabulary_was_given(prepared: Path, plain: Recipe, texts: dict[str, Any],
+                                                    tmp_path: Path) -> None:
+    """Then neither its size nor how it was learned is known, and only its kind has to be that of the recipe."""
+    old = _with_vocab(_recipe(prepared, tmp_path / "old", texts), model=plain.data.folder)
+    prepare(old)
+    new = _recipe(prepared, tmp_path / "new", texts, reuse=old.data.folder)
+    with user_error("was made with vocab.kind bpe, but the recipe has unigram; set it to that, or remove data.reuse"):
+        prepare(_with_vocab(new, kind="unigram"))
+    prepare(new)
+    assert (tmp_path / "new" / "data" / "src.spm").read_bytes() == (tmp_path / "old" / "data" / "src.spm").read_bytes()
