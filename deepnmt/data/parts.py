@@ -75,7 +75,6 @@ from deepnmt.data.text import (
     corpora_of,
     files_by_corpus,
     input_files,
-    read_lines,
     read_pairs,
 )
 from deepnmt.data.vocab import given_vocabularies
@@ -586,10 +585,11 @@ def _learn_vocabulary(work: Work, units: Sequence[Unit], temporary: Path, tags: 
             files = [work.read(unit) / f"sample.{side}.txt" for side in ("src", "trg")]
             if not len(mask):
                 continue
-            pairs = zip(*map(read_lines, files), strict=True)
-            for pair in itertools.compress(pairs, mask.tolist()):
-                for side in sides:
-                    yield pair[side]
+            with (open(files[0], encoding="utf-8", newline="\n") as src,  # not by `read_lines`, which looks whether a
+                  open(files[1], encoding="utf-8", newline="\n") as trg):  # file is text by what its first line is
+                for pair in itertools.compress(zip(src, trg, strict=True), mask.tolist()):
+                    for side in sides:
+                        yield pair[side].removesuffix("\n")
 
     return learn_vocabularies(vocab, text, tags)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,18 +42,27 @@ def train_vocabulary(sentences: Iterable[str], settings: config.Vocab, tags: Seq
 
     Raises:
         UserError: `vocab.size` is too large for the text or too small for its characters, or SentencePiece skips every
-            line.
+            line; or what `sentences` raise.
     """
     model = io.BytesIO()
+    faults: list[UserError] = []
+
+    def watched() -> Iterator[str]:
+        try:
+            yield from sentences
+        except UserError as fault:  # which SentencePiece would report as its own
+            faults.append(fault)
+            raise
+
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(sentences), model_writer=model, model_type=settings.kind, vocab_size=settings.size,
+            sentence_iterator=watched(), model_writer=model, model_type=settings.kind, vocab_size=settings.size,
             unk_id=UNK, bos_id=BOS, eos_id=EOS, pad_id=PAD, byte_fallback=settings.byte_fallback,
             character_coverage=settings.character_coverage, normalization_rule_name="identity", num_threads=1,
             minloglevel=2, control_symbols=list(tags),
         )
     except RuntimeError as error:
-        raise _size_fault(str(error), settings) from None
+        raise (faults[0] if faults else _size_fault(str(error), settings, len(tags))) from None
     return model.getvalue()
 
 
@@ -65,8 +74,14 @@ class VocabularySizeError(UserError):
         self.limit = limit
 
 
-def _size_fault(message: str, settings: config.Vocab) -> Exception:
-    """The `UserError` for an error of SentencePiece's trainer that the user can correct, else a `RuntimeError`."""
+def _size_fault(message: str, settings: config.Vocab, tags: int) -> Exception:
+    """The `UserError` for an error of SentencePiece's trainer that the user can correct, else a `RuntimeError`. `tags`:
+    how many the vocabulary has."""
+    if "(vocab_size) >= (0)" in message:  # what is left of it for words
+        others = 4 + tags + 256 * settings.byte_fallback
+        return VocabularySizeError(
+            f"vocab.size is {settings.size}, but {others} pieces are no words: the four special ones, tags, and the 256 "
+            f"of vocab.byte_fallback if it is true; set vocab.size to more than {others}", others + 1)
     largest = re.search(r"set it to a value <= (\d+)", message)
     if largest:
         return VocabularySizeError(

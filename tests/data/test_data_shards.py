@@ -398,6 +398,15 @@ def test_the_sample_of_the_vocabulary_is_drawn_by_hash(prepared: Path, texts: di
     assert few == vocabulary(500, "b", shard_pairs=37) != vocabulary(10_000, "c")
 
 
+def test_a_sample_may_begin_with_what_files_that_are_no_text_begin_with(prepared: Path, tmp_path: Path) -> None:
+    """The first sentence of a unit may be left out, and the second, which is no first line of a text, be `%PDF-1`."""
+    files = _corpus(tmp_path, "some", 50, 1)
+    for file in files.values():
+        lines = Path(file).read_text(encoding="utf-8")
+        Path(file).write_text(f"\n%PDF-1 {len(file)} {Path(file).suffix}\n{lines}", encoding="utf-8")
+    assert _prepared(_recipe(prepared, tmp_path, {"some": files}))
+
+
 def test_what_is_there_is_not_encoded_again(prepared: Path, texts: dict[str, Any], tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[str] = []

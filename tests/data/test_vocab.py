@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
 from refusals import user_error
 
 from deepnmt import config
 from deepnmt.data.vocab import Vocabulary, train_vocabulary
+from deepnmt.errors import UserError
 from deepnmt.tokens import PAD, UNK
 
 ONSETS, RHYMES = ("b", "d", "kl", "m", "st", "tr"), ("an", "ei", "o", "urt")
@@ -64,6 +66,25 @@ def test_errors_of_size_name_a_size_that_works(kind: str) -> None:
         _train(kind, 8)
     smallest = int(re.findall(r"to (\d+) or more", str(error.value))[0])
     assert _train(kind, smallest).size == smallest
+
+
+@pytest.mark.parametrize(("byte_fallback", "tags", "others"), [(True, 0, 260), (False, 6, 10), (True, 1, 261)])
+def test_a_vocabulary_that_has_no_room_for_words(byte_fallback: bool, tags: int, others: int) -> None:
+    settings = config.Vocab(kind="word", size=8, byte_fallback=byte_fallback)
+    names = [f"<{number}>" for number in range(tags)]
+    with user_error(f"vocab.size is 8, but {others} pieces are no words: .*; set vocab.size to more than {others}$"):
+        train_vocabulary(LINES, settings, names)
+    settings = settings.model_copy(update={"size": others + 1})
+    assert Vocabulary(train_vocabulary(LINES, settings, names)).size == others + 1
+
+
+def test_a_fault_of_the_text_is_told_as_it_is() -> None:
+    def lines() -> Iterator[str]:
+        yield LINES[0]
+        raise UserError("text, line 2: not valid UTF-8")
+
+    with user_error("^text, line 2: not valid UTF-8$"):
+        train_vocabulary(lines(), config.Vocab())
 
 
 @KINDS
