@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -22,7 +23,7 @@ from deepnmt.data.arrays import KIND, TOKENS, check_tokens
 from deepnmt.data.prepare import only_one_process
 from deepnmt.data.prepared import REMEDY, is_free, require_manifest
 from deepnmt.data.text import files_of
-from deepnmt.data.vocab import Vocabulary, given_vocabularies, train_vocabulary, vocabulary_files
+from deepnmt.data.vocab import Vocabulary, given_vocabularies, shorter, train_vocabulary, vocabulary_files
 from deepnmt.errors import UserError
 from deepnmt.files import sha256
 from deepnmt.progress import print_status
@@ -214,6 +215,7 @@ def _hashes(entries: Iterable[dict[str, Any]]) -> list[str]:
 
 def write_vocabulary(recipe: Recipe, folder: Path, lines: Iterable[str], tags: Sequence[str] = ()) -> Vocabulary:
     """Writes the vocabulary that `vocab.model` names, or one that is trained on all these lines, into a folder.
+    Long lines are divided, since SentencePiece would pass by them.
 
     Raises:
         UserError: see `given_vocabularies` and `train_vocabulary`.
@@ -222,7 +224,7 @@ def write_vocabulary(recipe: Recipe, folder: Path, lines: Iterable[str], tags: S
         vocab = Vocabulary(given_vocabularies(recipe.vocab, tags)[0])
     else:
         print_status(f"training the vocabulary of {recipe.vocab.size} {recipe.vocab.kind} pieces")
-        vocab = Vocabulary(train_vocabulary(lines, recipe.vocab, tags))
+        vocab = Vocabulary(train_vocabulary(chain.from_iterable(map(shorter, lines)), recipe.vocab, tags))
     for name, content in vocab.files.items():
         (folder / name).write_bytes(content)
     return vocab

@@ -22,6 +22,7 @@ from deepnmt.config.choices import VOCAB_KINDS
 from deepnmt.errors import UserError
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 
+LEARNED = 4_000  # bytes of a line that a vocabulary is learned from; SentencePiece passes by longer ones
 SPACE = "\u2581"  # SentencePiece's character for a space
 
 
@@ -80,8 +81,8 @@ def _size_fault(message: str, settings: config.Vocab, tags: int) -> Exception:
     if "(vocab_size) >= (0)" in message:  # what is left of it for words
         others = 4 + tags + 256 * settings.byte_fallback
         return VocabularySizeError(
-            f"vocab.size is {settings.size}, but {others} pieces are no words: the four special ones, tags, and the 256 "
-            f"of vocab.byte_fallback if it is true; set vocab.size to more than {others}", others + 1)
+            f"vocab.size is {settings.size}, but {others} pieces are no words: the four special ones, tags, and the "
+            f"256 of vocab.byte_fallback if it is true; set vocab.size to more than {others}", others + 1)
     largest = re.search(r"set it to a value <= (\d+)", message)
     if largest:
         return VocabularySizeError(
@@ -96,6 +97,18 @@ def _size_fault(message: str, settings: config.Vocab, tags: int) -> Exception:
         return UserError("the training text has no line to learn a vocabulary from: every line is over 4,192 bytes, "
                          f"which SentencePiece skips, or has only spaces and {SPACE}; give one sentence a line")
     return RuntimeError(f"SentencePiece could not train: {message}")
+
+
+def shorter(line: str) -> Iterator[str]:
+    """A line in parts of whole words that SentencePiece reads; what follows without a space for too long is left out.
+    """
+    while len(line.encode()) > LEARNED:
+        cut = line.rfind(" ", 0, LEARNED // 4)  # a character has at most four bytes
+        if cut < 0:
+            return
+        yield line[:cut]
+        line = line[cut + 1:]
+    yield line
 
 
 def without_tags(text: str, tags: Collection[str]) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from deepnmt import folders
 from deepnmt.config import load_recipe
+from deepnmt.data.vocab import shorter
 from deepnmt.errors import UserError
 from deepnmt.new import SAMPLE, TEXTS, Hardware, check_name, fitting_vocabulary, machine, write_recipe
 from deepnmt.shipped import schema_of
-from deepnmt.tasks.language_model.text import read_documents, shorter
+from deepnmt.tasks.language_model.text import read_documents
 
 _PART = 50  # lines, at most, held out together where no empty lines separate documents: neighbours are alike
 _LEAST = 2 * _PART + 1  # lines

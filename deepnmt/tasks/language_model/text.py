@@ -34,7 +34,6 @@ from deepnmt.tasks.language_model.settings import LanguageRecipe, Texts
 from deepnmt.tokens import BOS, EOS, PAD, UNK
 
 CHUNK = 10_000  # lines that are segmented at a time
-LEARNED = 4_000  # bytes of a line that a vocabulary is learned from; SentencePiece passes by longer ones
 _UNKNOWN = 0.5  # the share of unknown pieces of a file above which the vocabulary is another text's
 
 
@@ -186,18 +185,7 @@ def _learned(recipe: Recipe, files: Sequence[Path]) -> Iterator[str]:
                 number += 1
                 if number > recipe.vocab.max_sentences:
                     return
-                yield from shorter(text)
-
-
-def shorter(line: str) -> Iterator[str]:
-    """A line in parts of whole words that SentencePiece reads."""
-    while len(line.encode()) > LEARNED:
-        cut = line.rfind(" ", 0, LEARNED // 4)  # a character has at most four bytes
-        if cut < 0:
-            return
-        yield line[:cut]
-        line = line[cut + 1:]
-    yield line
+                yield text
 
 
 def _encode(recipe: Recipe, folder: Path, name: str, files: Sequence[Path], vocab: Vocabulary) -> dict[str, int]:

@@ -142,6 +142,17 @@ def test_sequences_are_lines_or_pieces_of_documents(tmp_path: Path) -> None:
     assert batch.tokens == int((batch["targets"] != PAD).sum()) == int(text.trg_lengths[[0, -1]].sum())
 
 
+def test_long_lines_are_learned_from(tmp_path: Path) -> None:
+    """SentencePiece passes by lines over 4,192 bytes, such as documents of one line are; here it would have none."""
+    words = (TEXT / "train.en").read_text(encoding="utf-8").split()
+    lines = [" ".join(words[start:start + 1500]) for start in range(0, len(words) - 1500, 1500)]
+    assert min(map(len, lines)) > 4192
+    (tmp_path / "long.txt").write_text("\n".join(lines), encoding="utf-8")
+    recipe = recipe_in(tmp_path, data={"train": str(tmp_path / "long.txt")}, vocab={"size": 200})
+    PreparedText.prepare(recipe)
+    assert PreparedText.open(recipe).vocab.size == 200
+
+
 def test_a_mask_in_the_text_is_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(f"{MASK} a man walks .\na {MASK}\n{MASK}\n", encoding="utf-8")
     recipe = recipe_in(tmp_path, data={"valid": str(tmp_path / "a.txt")})
