@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -54,11 +55,13 @@ class Labelled(Examples):
     def __len__(self) -> int:
         return len(self.sequences)
 
-    @property
+    @cached_property
     def src_lengths(self) -> Lengths:
         return np.ones(len(self), dtype=np.int32)
 
-    trg_lengths = src_lengths
+    @property
+    def trg_lengths(self) -> Lengths:
+        return self.src_lengths
 
     def batch(self, rows: Indices | Sequence[int], key: int, device: torch.device) -> Batch:
         """The examples `rows` as a micro-batch: src and segments [B, S], src_lengths and labels [B]."""

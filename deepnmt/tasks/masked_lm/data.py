@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,11 +39,11 @@ class MaskedText(Examples):
     def __len__(self) -> int:
         return len(self.side.lengths)
 
-    @property
+    @cached_property
     def src_lengths(self) -> Lengths:
         return self.side.lengths + 1  # pieces + eos, and bos
 
-    @property
+    @cached_property
     def trg_lengths(self) -> Lengths:
         return count_masked(self.side.lengths - 1, self.masking.share)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -78,7 +79,7 @@ class Utterances(Examples):
     def window(self, epoch: int, number: int) -> Utterances:
         return replace(self, epoch=epoch)
 
-    @property
+    @cached_property
     def src_lengths(self) -> Lengths:
         positions = -(-np.diff(self.offsets) // SHORTER)
         return (SHORTER * positions).astype(np.int32)

@@ -56,8 +56,8 @@ class SpecAugment(Section):
 
 class FrameBatch(Batch):
     tokens: Annotated[Count, Fact.MICRO_BATCH] = 20_000
-    """Size of a micro-batch in frames: its utterances times its longest, padding included; at least
-    `data.max_frames`."""
+    """Size of a micro-batch in frames, and in tokens of its transcripts: its utterances times its longest, padding
+    included; at least `data.max_frames`, rounded up to a multiple of 4, and above `data.max_tokens`."""
 
 
 class SpeechModel(Model):
@@ -123,10 +123,15 @@ class SpeechRecipe(Recipe):
         yield from self._faults_of_beginning()
         yield from self._without_effect("metrics")
         data, longest = self.data, self.model.max_length
-        if data.max_frames > self.batch.tokens:
+        positions = -(-data.max_frames // SHORTER)
+        if SHORTER * positions > self.batch.tokens:
             yield Fault(("batch.tokens", "data.max_frames"), f"batch.tokens ({self.batch.tokens}) must not be below "
-                        f"data.max_frames ({data.max_frames}), to hold the longest utterance")
-        if -(-data.max_frames // SHORTER) > longest:
+                        f"data.max_frames ({data.max_frames}), rounded up to a multiple of {SHORTER}, to hold the "
+                        "longest utterance")
+        if data.max_tokens + 1 > self.batch.tokens:
+            yield Fault(("batch.tokens", "data.max_tokens"), f"batch.tokens ({self.batch.tokens}) must be above "
+                        f"data.max_tokens ({data.max_tokens}), to hold the longest transcript and eos")
+        if positions > longest:
             yield Fault(("data.max_frames", "model.max_length"), f"data.max_frames ({data.max_frames}) must not be "
                         f"above {SHORTER} times model.max_length ({longest}), since {SHORTER} frames make a position")
         if data.max_tokens + 1 > longest:

@@ -293,6 +293,7 @@ def test_faulty_examples(line: str, columns: dict[str, str], expected: str, fold
     if "max_length" in expected:
         recipe = recipe_in(tmp_path, data={**data, "too_long": "cut"}, vocab={"model": str(folder / "vocab.spm")})
         cut = open_examples(recipe).train
+        assert cut.src_lengths is cut.trg_lengths, "which are asked for in every micro-batch"
         assert cut.lengths[1] == 128 and cut.sequences[1][-1] == EOS and cut.sequences[1][-3] == EOS
 
 

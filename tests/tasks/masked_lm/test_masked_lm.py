@@ -133,6 +133,8 @@ def test_sequences_are_lines_or_pieces_of_documents(tmp_path: Path) -> None:
     pieces = [document[start:start + 6] for document in whole for start in range(0, len(document), 6)]
     assert [side[i].tolist() for i in range(len(side.lengths))] == pieces
     text = text_of(recipe, data, "train")
+    for name in ("src_lengths", "trg_lengths"):
+        assert getattr(text, name) is getattr(text, name), "which is asked for in every micro-batch"
     batch = text.batch([0, len(pieces) - 1], 7, torch.device("cpu"))
     assert batch["src_lengths"].tolist() == [8, len(pieces[-1]) + 2] and batch.key == 7
     for row, piece in ((0, pieces[0]), (1, pieces[-1])):

@@ -193,6 +193,7 @@ def test_padding_changes_no_output(prepared: Path) -> None:
             p.detach().uniform_(-1, 1, generator=torch.Generator().manual_seed(5))  # which padding would let through
     utterances = data.utterances("train")
     rows = [int(row) for row in np.argsort(utterances.src_lengths)[[0, 1, 20, -1]]]
+    assert utterances.src_lengths is utterances.src_lengths, "which is asked for in every micro-batch"
     together = utterances.batch(rows, 0, torch.device("cpu"))
     with torch.no_grad():
         memory = model.encode(together["src"], together["src_lengths"])
@@ -474,6 +475,9 @@ def test_a_transcript_with_separators_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changes, expected", [
     (["parallel.pipeline_stages=2", "parallel.ds_config=ds_configs/zero1.json"], "parallel.pipeline_stages (2) is not"),
     (["batch.tokens=60"], "batch.tokens (60) must not be below data.max_frames (80)"),
+    (["batch.tokens=81", "data.max_frames=81"], "not be below data.max_frames (81), rounded up to a multiple of 4"),
+    (["batch.tokens=80", "data.max_tokens=80", "model.max_length=99"],
+     "batch.tokens (80) must be above data.max_tokens (80), to hold the longest transcript and eos"),
     (["model.max_length=16"], "data.max_frames (80) must not be above 4 times model.max_length (16)"),
     (["data.max_tokens=32"], "data.max_tokens (32) must be below model.max_length (32)"),
     (["model.encoder.block=admin"], "encoder.block (admin) needs a profile"),
