@@ -360,7 +360,10 @@ def _faults_of(tree: dict[str, Any]) -> Iterator[Fault]:
     except ValidationError as error:
         errors = error.errors()
     for fault in errors:
-        where = ".".join(map(str, fault["loc"]))
+        way = fault["loc"]
+        if way[-1:] == ("[key]",):  # before it Pydantic has what it made of the key
+            way = (*way[:-2], str(fault["input"]))
+        where = ".".join(map(str, way))
         if fault["type"] == "value_error" and isinstance(inner := fault["ctx"]["error"], SettingsError):
             for settings, text in inner.faults:
                 yield _within(where, settings, text)
@@ -396,6 +399,8 @@ def _sentence(fault: ErrorDetails, recipe: type[Recipe]) -> str:
     if kind == "model_type":
         return f"is {value!r}, must be a group of settings; known: {', '.join(_known_at(recipe, way))}"
     message = re.sub(r"^(Input|List|String|Dictionary) should", "must", fault["msg"])
+    if kind == "string_type" and isinstance(value, bool | int | float):  # such as no for Norwegian, or 2014
+        message += "; YAML reads it as that, write it in quotes"
     return f"is {value!r}, {message.replace(' after validation', '').replace('dictionary', 'mapping')}"
 
 

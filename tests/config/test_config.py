@@ -63,6 +63,16 @@ def faults_of(tree: dict[str, Any]) -> list[str]:
     return [line[2:] for line in lines]
 
 
+def test_what_yaml_reads_as_no_text() -> None:
+    """The code of Norwegian, and years, as values and as names."""
+    said = "must be a valid string; YAML reads it as that, write it in quotes"
+    files = {"src": "a", "trg": "b"}
+    for setting, value, fault in (("src_lang", False, "src_lang: is False"), ("folder", 2014, "folder: is 2014"),
+                                  ("train", {False: files, "sv": files}, "train.corpora.False: is False"),
+                                  ("test", {2014: files}, "test.2014: is 2014")):
+        assert f"data.{fault}, {said}" in faults_of(changed(**{f"data__{setting}": value}))
+
+
 def test_a_small_recipe_takes_the_defaults(recipe_file: Path) -> None:
     recipe = load_recipe(recipe_file)
     assert recipe.data.train.src == ["train.en"]  # one name stands for a list of one
@@ -136,7 +146,7 @@ FAULTS: list[tuple[dict[str, Any], list[str]]] = [
      ["admin.profile (omega.json) has no effect with train.init_from (runs/a), which has trained ω; remove one of "
       "them"]),
     ({"optimizer__lr_factors": {"decoder": 1e-320}, "vocab__model": 3},  # 1 / 1e-320 overflows
-     ["vocab.model: is 3, must be a valid string",
+     ["vocab.model: is 3, must be a valid string; YAML reads it as that, write it in quotes",
       f"optimizer.lr_factors.decoder: is 1e-320, must be greater than or equal to {1e-30:.30f}"]),
     ({"vocab__kind": 3, "vocab__character_coverage": 0.95},
      ["vocab.kind: is 3, must be one of ...",
