@@ -179,7 +179,8 @@ class Cleaning(Section):
     min_language_score: float = 0.5
     """Where `language_id` gives scores, a pair is left out if that of a side is lower."""
     drop_near_duplicates: bool = False
-    """Leave out pairs that differ from an earlier one, of any corpus, in case, digits, punctuation and spaces alone."""
+    """Leave out pairs that differ from an earlier one, of any corpus, in case, digits, punctuation and spaces alone;
+    also if `data.filters` then leave out that one for its length in tokens, since this is done before."""
 
     def faults(self) -> Iterator[Fault]:
         for name, what in (("scripts", "script"), ("languages", "language")):
