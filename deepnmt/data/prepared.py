@@ -386,13 +386,16 @@ def tags_of(recipe: Recipe) -> list[str]:
     """The tags of the vocabulary: those that the recipe lists and those of the training text.
 
     Raises:
-        UserError: one is a piece of every vocabulary, or the validation text or a test has another one.
+        UserError: one is a character or a piece of every vocabulary, or the validation text or a test has another one.
     """
     def of(text: Corpus) -> list[str]:
         return [corpus.tag for corpus in corpora_of(text).values() if corpus.tag]
 
     tags = list(dict.fromkeys([*recipe.vocab.tags, *of(recipe.data.train)]))
     for tag in tags:
+        if len(tag) == 1:
+            raise UserError(f"the tag {tag!r} is a single character, which no text could have any more; give it a "
+                            "longer name, such as <2en>")
         if re.fullmatch("<unk>|</?s>|<pad>|<0x[0-9A-F]{2}>", tag):
             raise UserError(f"the tag {tag!r} is a piece of the vocabulary that stands for something else; give it "
                             "another name, such as <2en>")

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from xopen import xopen
 
@@ -178,10 +178,9 @@ def files_of(names: Sequence[str]) -> list[str]:
         path = Path(name)
         state, parts = path / "state.json", path / "dataset_dict.json"
         if parts.is_file():
-            one = json.loads(parts.read_text(encoding="utf-8")).get("splits") or ["train"]
+            one = _json_of(parts).get("splits") or ["train"]
             raise UserError(f"{name} holds several data sets ({', '.join(one)}); name one of them: {path / one[0]}")
-        if state.is_file():
-            listed = json.loads(state.read_text(encoding="utf-8")).get("_data_files", [])
+        if listed := _json_of(state).get("_data_files"):  # else it is a file of that name
             files += [str(path / entry["filename"]) for entry in listed]
         elif path.is_dir():
             inside = [file for file in path.iterdir() if file.is_file() and file.name[0] not in "._"]
@@ -191,6 +190,15 @@ def files_of(names: Sequence[str]) -> list[str]:
         else:
             files.append(name)
     return files
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def named_files(text: Corpus) -> list[Path]:

@@ -289,6 +289,8 @@ def test_mistakes_that_the_text_shows(prepared: Path, tmp_path: Path, mixed: Rec
     for name in ("<unk>", "<s>", "<0x41>"):
         with user_error(f"the tag '{name}' is a piece of the vocabulary that stands for something else"):
             prepare(recipe_of(prepared, tmp_path, train={"a": text(prepared, "train", tag=name)}))
+    with user_error("the tag 'e' is a single character, which no text could have any more; give it a longer name"):
+        prepare(recipe_of(prepared, tmp_path, train=text(prepared, "train", tag="e")))
     with user_error("data.valid has the tag '<2fr>', which is not a piece of the vocabulary, whose tags are <2de>"):
         prepare(recipe_of(prepared, tmp_path, train={"a": text(prepared, "train", tag="<2de>")},
                           valid=text(prepared, "valid", tag="<2fr>")))

@@ -133,6 +133,21 @@ def test_the_same_pairs_from_each_source(source: Any, prepared: Path, tmp_path: 
     assert found["plain", 7] == found["other", 7] and found["plain", 7][1] == found["plain", 0][1]
 
 
+def test_line_ends_inside_a_text_become_spaces(tmp_path: Path) -> None:
+    """Those of Windows, too; of JSON, whose texts are those of Parquet."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(json.dumps({"de": "ein\r\nHaus\n", "en": "a\nhouse\r\n"}).encode() + b"\r\n")
+    assert list(read_pairs(Corpus(tsv=[str(file)], columns=["de", "en"]))) == [("ein Haus", "a house")]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "nothing", "\xff"])
+def test_a_state_that_is_of_another_program(content: str, tmp_path: Path) -> None:
+    """Only what `datasets` writes says which files belong to a folder."""
+    (tmp_path / "a.de").touch()
+    (tmp_path / "state.json").write_bytes(content.encode("latin-1"))
+    assert files_of([str(tmp_path)]) == [str(tmp_path / "a.de"), str(tmp_path / "state.json")]
+
+
 def test_faults_of_tables(tmp_path: Path) -> None:
     table = tmp_path / "a.tsv"
     table.write_text("de\ten\nHaus\thouse\n", encoding="utf-8")
