@@ -472,7 +472,9 @@ def _encode_small(folder: Path, name: str, text: Corpus, codes: Codes, job: Enco
 
     def counted() -> Iterator[Pair]:
         for part, corpus in corpora_of(text).items():
-            for sizes[part], pair in enumerate(read_pairs(corpus), start=1):
+            sizes[part] = 0
+            for pair in read_pairs(corpus):
+                sizes[part] += 1
                 yield pair
 
     _, counts = encode_text(folder, name, counted(), codes, job, 1, annotated_text(text))

@@ -39,7 +39,7 @@ class PreparedText(PreparedFolder):
         """The short text comes first, for its faults. Raises `UserError`; see `read_units`."""
         if recipe.vocab.model is None:
             for _ in read_units(recipe, "valid"):
-                pass
+                pass  # its faults are told before the vocabulary is learned
         lines = itertools.chain.from_iterable(lines for _, lines in read_units(recipe, "train"))
         vocab = write_vocabulary(recipe, folder, itertools.islice(lines, recipe.vocab.max_sentences), [MASK])
         return {split: _encode(recipe, split, vocab, folder) for split in reversed(SPLITS)}
