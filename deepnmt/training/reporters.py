@@ -125,13 +125,17 @@ class LogFile(Reporter):
 
     def resume(self, update: int) -> int:
         """Removes the lines of later updates, which will be repeated, and what a kill left of a last one; returns the
-        number of other lines that are damaged."""
+        number of other lines that are damaged.
+
+        Lines of a later update that was dropped may stand before some of this one.
+        """
         if not self._path.is_file() or self._path.is_symlink():
             return 0
         position = end = damaged = suspects = 0
+        later: list[tuple[int, bytes]] = []  # where such a line begins, and the line
         with self._path.open("r+b") as file:
             for line in file:
-                position += len(line)
+                begin, position = position, position + len(line)
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError):
@@ -140,7 +144,16 @@ class LogFile(Reporter):
                     suspects += 1
                 elif record["update"] <= update:
                     end, damaged = position, suspects
+                else:
+                    later.append((begin, line))
             file.truncate(end)
+            for begin, line in reversed([one for one in later if one[0] < end]):  # few
+                file.seek(begin + len(line))
+                rest = file.read()
+                file.seek(begin)
+                file.write(rest)
+                end -= len(line)
+                file.truncate(end)
             file.seek(end - 1 if end else 0)
             if file.read(1) not in (b"", b"\n"):  # an editor left out the last line's end
                 file.write(b"\n")

@@ -80,9 +80,10 @@ def telling_refusal(run: Path, ranks: Ranks) -> Iterator[None]:
     except Exception as error:
         if ranks.first and (run / "STATUS.json").is_file():
             with suppress(DamagedFolder, OSError):
-                update = read_json(run, "STATUS.json").get("update")
-                write_json(run / "STATUS.json", {"status": "failed", "update": update,
-                                                 "error": f"{type(error).__name__}: {error}"})
+                status = read_json(run, "STATUS.json")
+                if status.get("status") != "finished":  # which it is, whatever the mistake was
+                    write_json(run / "STATUS.json", {"status": "failed", "update": status.get("update"),
+                                                     "error": f"{type(error).__name__}: {error}"})
         raise
 
 

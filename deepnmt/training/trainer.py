@@ -187,6 +187,8 @@ class Trainer:
                             lambda: self.stop_signal != 0):
             if done.measured:
                 self.monitor.probe(done.number, done.measured)
+            if not done.stats.applied:
+                self._report_dropped(done)
             if state.interval.applied and (state.update % settings.log_every == 0 or state.update == settings.updates):
                 self._report(state.interval)
                 state.interval = Interval()
@@ -199,8 +201,6 @@ class Trainer:
             due = state.update > 0 and state.update % settings.save_every == 0  # the first update may be dropped
             if self.saver.done():  # after the reports of this update, with which it may be saved
                 self._settle()
-            if not done.stats.applied:  # after what the log says of the update before: a resume from it cuts off here
-                self._report_dropped(done)
             if due or improved or ended or done.stop:
                 self._save(last=ended or done.stop)
             if ended:

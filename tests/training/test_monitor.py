@@ -28,7 +28,7 @@ from deepnmt.processes.ranks import Ranks
 from deepnmt.progress import output_may_be_lost, print_status
 from deepnmt.tasks.translation.task import TASK as TRANSLATION
 from deepnmt.training.log import Monitor
-from deepnmt.training.reporters import Console
+from deepnmt.training.reporters import Console, LogFile
 from deepnmt.training.resume import run_lock
 from deepnmt.training.trainer import train
 
@@ -190,6 +190,17 @@ class _Disk(io.FileIO):
         if self.error:
             raise OSError(self.error, os.strerror(self.error))
         return super().write(data)
+
+
+@pytest.mark.parametrize("end", ["", '{"type": "train", "upd'])
+def test_a_resumed_log_has_no_line_of_a_later_update(end: str, tmp_path: Path) -> None:
+    """Wherever it stands: an update is dropped while the checkpoint of the one before is still written."""
+    lines = [json.dumps({"type": kind, "update": update}) + "\n" for kind, update in (
+        ("train", 3), ("event", 4), ("checkpoint", 3), ("event", 4), ("event", 3), ("train", 4), ("event", 5))]
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join([*lines[:3], "damaged\n", *lines[3:], end]), encoding="utf-8")
+    assert LogFile(file).resume(3) == 1
+    assert file.read_text(encoding="utf-8") == "".join([lines[0], lines[2], "damaged\n", lines[4]])
 
 
 @pytest.mark.parametrize(("error", "gone"), [(errno.ENOSPC, False), (errno.EAGAIN, False), (errno.EPIPE, True)])
