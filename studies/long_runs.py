@@ -60,9 +60,11 @@ class Plan:
                 if number == 0 or arm not in self.only_first:
                     yield arm, seed
 
-    def fingerprint(self, arm: str) -> str:
-        """Of an arm's runs, without the settings of a machine. Raises `UserError` if its data are not prepared."""
-        recipe = load_recipe(str(self.recipe), self.arms[arm])
+    def fingerprint(self, arm: str, settings: Sequence[str]) -> str:
+        """Of an arm's runs: of the settings of a machine only those that name the text. Raises `UserError` if the data
+        are not prepared."""
+        text = [setting for setting in settings if setting.startswith("data.")]
+        recipe = load_recipe(str(self.recipe), [*self.arms[arm], *text])
         return fingerprint_of(recipe, find_task(recipe.task).open(recipe, False).fingerprint)
 
 
@@ -98,7 +100,7 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
             same = record["settings"][:len(own)] == own and record.get("recipe", str(plan.recipe)) == str(plan.recipe)
             if same and "fingerprint" in record:
                 if arm not in fingerprints:
-                    fingerprints[arm] = plan.fingerprint(arm)
+                    fingerprints[arm] = plan.fingerprint(arm, settings)
                 same = is_of(record, fingerprints[arm])
             if not same:
                 raise UserError(f"{records} has a run of {arm} with another recipe, other settings or other data than "
@@ -109,7 +111,7 @@ def run_plan(plan: Plan, records: Path, output: Path, settings: list[str], secon
     while missing and time.monotonic() - started < seconds:
         arm, seed = missing.pop(0)
         print_status(f"{arm}, seed {seed}; {len(missing)} more after it")
-        fingerprint = plan.fingerprint(arm)  # of what is trained, though the recipe's file may change meanwhile
+        fingerprint = plan.fingerprint(arm, settings)  # before, as the recipe's file may change
         record = {**train_one(plan, arm, seed, output / f"{arm}_{seed}", settings), "fingerprint": fingerprint}
         with records.open("a", encoding="utf-8") as file:
             file.write(json_lines([record]))

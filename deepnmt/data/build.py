@@ -119,7 +119,7 @@ def encode_text(folder: Path, name: str, pairs: Iterable[Pair], codes: Codes, jo
 def scored_sentences(recipe: Recipe) -> frozenset[str]:
     """All sentences of the validation and test texts, of both sides, without tags."""
     sentences: set[str] = set()
-    tags = tags_of(recipe)
+    tags = frozenset(tags_of(recipe))
     for name, text in corpora(recipe).items():
         if name != TRAIN:
             for src, trg in read_pairs(text, tags=False):
@@ -168,7 +168,7 @@ def rules_of(recipe: Recipe, corpus: Corpus, scored: Collection[str]) -> Rules:
     """How a corpus of the training text is filtered; `scored`: see `scored_sentences`."""
     clean = cleaning_of(corpus)
     near = any(cleaning_of(one).drop_near_duplicates for one in corpora_of(recipe.data.train).values())
-    return Rules(recipe.data.filters, clean, languages_of(recipe, clean), scored, near, tags_of(recipe))
+    return Rules(recipe.data.filters, clean, languages_of(recipe, clean), scored, near, frozenset(tags_of(recipe)))
 
 
 def require_pairs(codes: Codes) -> None:

@@ -263,7 +263,9 @@ def apply_text_filters(rows: Iterable[Row], rules: Rules) -> Filtered:
     stream = iter(rows)
     while chunk := list(itertools.islice(stream, CHUNK)):
         chunk_codes = []
-        pairs = [(without_tags(src, rules.tags).lstrip(), trg) for src, trg, _ in chunk]
+        pairs = [(src, trg) for src, trg, _ in chunk]
+        if rules.tags:
+            pairs = [(without_tags(src, rules.tags).lstrip(), trg) for src, trg in pairs]
         for pair, (_, _, score) in zip(pairs, chunk):
             code = _code_of_pair(pair[0], pair[1], rules)
             if code == code_of("overlap"):

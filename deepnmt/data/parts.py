@@ -178,7 +178,8 @@ def prepare_in_steps(recipe: Recipe, target: Path, run: Callable[[Work, Sequence
         UserError: see `prepare_in_parts`.
     """
     folder = parts_folder(target)
-    _given(recipe)  # whose faults are reported before the long work
+    if not (folder / "joined.json").exists():  # which has the vocabulary
+        _given(recipe)  # whose faults are reported before the long work
     with folders.reporting(folder, KIND):
         folder.mkdir(parents=True, exist_ok=True)
         units = _index(recipe, folder)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ def _values(row: Any, where: str, columns: Columns) -> Row:
         if not is_whole(value):
             raise UserError(f"{where}: the text in the column {column!r} has half of a character (a lone surrogate); "
                             "correct the line, or leave it out")
-    src, trg = (re.sub("\r?\n", " ", text) for text in values[:2])
+    src, trg = (text.replace("\r\n", " ").replace("\n", " ") for text in values[:2])
     return src, trg, _score(values[2], where, columns[2]) if columns[2:] else None
 
 

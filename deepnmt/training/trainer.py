@@ -241,8 +241,10 @@ class Trainer:
     def _report_dropped(self, done: FinishedUpdate) -> None:
         """Reports a dropped update; raises `Diverged` if it was one too many."""
         scale = done.stats.loss_scale
-        self.monitor.event(done.number, f"skipped update {done.number}: its gradient is not finite "
-                           f"(loss scale {scale:g})", loss=str(done.stats.loss))
+        ends = done.stop or self._ended()  # then what is saved is behind this update, which is not repeated
+        self.monitor.event(self.state.update if ends else done.number,
+                           f"skipped update {done.number}: its gradient is not finite (loss scale {scale:g})",
+                           loss=str(done.stats.loss))
         if done.give_up:
             heartbeat.begin("")  # to be explained
             before = self.task.explain(self.state.validations[-1]) if self.state.validations else []

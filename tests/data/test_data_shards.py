@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -431,6 +431,17 @@ def test_what_is_there_is_not_encoded_again(prepared: Path, texts: dict[str, Any
     with user_error(r"data.reuse names .*, which was made with vocab.size 60, but the recipe has 61"):
         recipe = _recipe(prepared, tmp_path / "other", texts, reuse=reuse)
         prepare(recipe.model_copy(update={"vocab": recipe.vocab.model_copy(update={"size": 61})}))
+    # once the vocabulary is taken from it, that folder may go
+    late = _recipe(prepared, tmp_path / "late", more, reuse=reuse)
+
+    def all_but_encoding(work: parts.Work, units: Sequence[Any], step: Any) -> None:
+        for unit in units if step is parts.read_unit else ():
+            step(work, unit)
+
+    assert "are not encoded yet" in parts.prepare_in_steps(late, Path(late.data.folder), all_but_encoding)
+    (tmp_path / "old").rename(tmp_path / "gone")
+    prepare(late)
+    assert PreparedData.open(late.data.folder).fingerprint == PreparedData.open(tmp_path / "more/data").fingerprint
 
 
 def test_packed_files_tables_and_files_that_share_a_shard(

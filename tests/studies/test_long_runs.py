@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from refusals import Refused, Tool
 
 from deepnmt.errors import UserError
@@ -15,6 +16,8 @@ from studies import long_runs
 from studies.__main__ import main
 from studies.long_runs import Plan, read_plan, report
 from studies.scores import bleu, pack, unpack, with_totals
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_plan_is_trained_to_its_end_and_goes_on(
@@ -89,6 +92,23 @@ def test_only_runs_with_the_plans_settings_count(
     del record["fingerprint"]  # as in older lines
     runs.write_text(json.dumps(record) + "\n", encoding="utf-8")
     assert take(own) == "0 of 1 runs are missing"
+    # a text that the command line names is that of the runs
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    folder = f"data.folder={tree['data']['folder']}"
+    recipe.write_text(yaml.safe_dump({**tree, "data": {**tree["data"], "folder": "nowhere"}}), encoding="utf-8")
+    runs.unlink()
+    assert take(own, folder, "parallel.precision=bf16") == take(own, folder) == "0 of 1 runs are missing"
+
+
+@pytest.mark.parametrize("plan", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda plan: plan.stem)
+def test_a_plan_takes_the_runs_that_were_made_of_it(plan: Path) -> None:
+    file, arms = plan.with_name(f"{plan.stem}_runs.jsonl"), read_plan(plan).arms
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    known = [record for record in records if record["arm"] in arms]
+    assert known
+    for record in known:
+        own = arms[record["arm"]]
+        assert record["settings"][:len(own)] == own, record["arm"]
 
 
 def test_all_arms_with_the_first_seed_come_before_the_second() -> None:

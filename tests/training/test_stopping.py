@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,9 @@ def test_a_signal_that_the_parent_ignores(number: int, prepared: Path, tmp_path:
     assert attempt(prepared, tmp_path, 2, "train.updates=3", signal_number=number) == FINISHED
 
 
-def test_a_dropped_update_is_logged_once(prepared: Path, tmp_path: Path) -> None:
-    """Killed after it, the run drops it again."""
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_dropped_update_is_logged_once(stopped: bool, prepared: Path, tmp_path: Path) -> None:
+    """Killed after it, the run drops it again. Stopped in it, it does not: what is saved then is behind it."""
     def watch(recipe: Recipe, engine: Engine, ranks: Ranks) -> UpdateHook:
         tried: list[int] = []
 
@@ -218,6 +219,8 @@ def test_a_dropped_update_is_logged_once(prepared: Path, tmp_path: Path) -> None
             kept = weight.detach().clone()
             if tried.count(number) == 1 and number == 4:
                 weight.data.fill_(math.nan)
+                if killed_in and stopped:
+                    os.kill(os.getpid(), signal.SIGTERM)
             yield
             if weight.isnan().any():
                 weight.data.copy_(kept)
@@ -228,12 +231,15 @@ def test_a_dropped_update_is_logged_once(prepared: Path, tmp_path: Path) -> None
         f"run={tmp_path}", "train.updates=6", "train.save_every=3", "train.validate_every=99",
         "train.valid_bleu=false"])
     killed_in = 5
-    with pytest.raises(RuntimeError, match="killed"):
-        train(recipe, Ranks.alone(), watch=watch)
+    with nullcontext() if stopped else pytest.raises(RuntimeError, match="killed"):
+        assert train(recipe, Ranks.alone(), watch=watch) == PREEMPTED
     killed_in = 0
     assert train(recipe, Ranks.alone(), watch=watch) == FINISHED
-    skipped = [update for message, update in log(tmp_path, "event", "message", "update") if "skipped" in message]
-    assert skipped == [4]
+    skipped = [message for message, in log(tmp_path, "event", "message") if "skipped update" in message]
+    if stopped:
+        assert [message.partition(":")[0] for message in skipped][:1] == ["skipped update 4"], skipped
+    else:
+        assert len(skipped) == 1 and skipped[0].startswith("skipped update 4:"), skipped
 
 
 def test_all_processes_fail_with_the_last_checkpoint_and_one_reports_it(
