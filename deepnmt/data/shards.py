@@ -250,6 +250,10 @@ class ShardedText:
                     pieces.append(Piece(self.open(corpus, number), 0, entry.pairs))
         return Window(pieces)
 
+    def column(self, name: str) -> WindowSide:
+        """Another column, see `whole`."""
+        return self.whole.column(name)
+
     @property
     def targets(self) -> WindowSide:
         """All targets, see `whole`."""
