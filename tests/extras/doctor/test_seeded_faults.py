@@ -27,6 +27,7 @@ from deepnmt.model import loss, transformer
 from deepnmt.model.blocks import SIDES
 from deepnmt.model.sublayers import SelfAttention
 from deepnmt.model.transformer import Transformer
+from deepnmt.training.state import TrainState
 
 
 def subject_for(prepared: Path, *settings: str) -> Subject:
@@ -177,6 +178,7 @@ def test_a_checkpoint_is_tested_for_what_training_does_not_change(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "has_moments", lambda folder: False)
+    monkeypatch.setattr(deepnmt.extras.doctor.diagnose, "load_state", lambda folder: TrainState(update=1))
     subject = subject_for(prepared, *block_settings("post_ln"))
     dead_relu(subject.model)
     subject.model.encoder.input.scale = 1.0  # of a trained model it is not judged
