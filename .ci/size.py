@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "deepnmt/checkpoint": 9_160, "deepnmt/commands": 4_010, "deepnmt/config": 18_720, "deepnmt/data": 35_000,
+    "deepnmt/checkpoint": 9_160, "deepnmt/commands": 4_010, "deepnmt/config": 18_720, "deepnmt/data": 35_100,
     "deepnmt/decode": 17_650, "deepnmt/evaluate": 6_540, "deepnmt/model": 28_600, "deepnmt/optim": 3_300,
     "deepnmt/parallel": 14_500, "deepnmt/processes": 9_000, "deepnmt/training": 18_000,
     "deepnmt/tasks": 33_760,
